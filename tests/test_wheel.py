@@ -96,7 +96,7 @@ def data_dir(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data directory with a tiny model in place of the demo's, which takes long to convert."""
     data_dir = DataDir.open(tmp_path / "data")
     order = DeployOrder(str(save_speaking(tmp_path_factory.mktemp("model"))), demo.NAME, dtype="float32")
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(carry_out(order, data_dir, lambda *_: None))
     return data_dir.path
 

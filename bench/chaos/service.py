@@ -67,7 +67,7 @@ class Models:
     def deploy(self, data_dir: DataDir, object_url: str) -> None:
         sources = {name: str(self.near / name) for name in (*LOCAL_MODELS, CALLING_MODEL)}
         sources |= {name: f"{object_url}/{name}" for name in FAR_MODELS}
-        with Registry.open(data_dir) as registry:
+        with Registry(data_dir) as registry:
             for name, source in sources.items():
                 registry.add(carry_out(DeployOrder(source, name), data_dir, lambda *_: None))
 

@@ -61,13 +61,12 @@ from hearth.core.messages import (
     HostModel,
     MakeSnapshot,
     ModelLoaded,
-    Sampling,
     Shutdown,
     SnapshotMade,
     StartRequest,
     StepDone,
 )
-from hearth.core.types import ModelId
+from hearth.core.types import ModelId, SamplingParams
 from hearth.engine.assemble import own_limits
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine, StepOutcome
@@ -170,7 +169,7 @@ class Rig:
         for _ in range(num_requests):
             self._num_runs += 1
             prompt = tuple(self._draw.randrange(vocab_size) for _ in range(num_prompt))
-            sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new, ignore_eos=True)
+            sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=num_new, ignore_eos=True)
             self.client.send(StartRequest(self._num_runs, model, prompt, (), sampling, salt=b""))
 
     def host(self, model: ModelId) -> None:

@@ -38,15 +38,8 @@ from bench.lora import rows
 from bench.lora.library import BASE, TINY, Library, full
 from bench.report import arguments, keep, percentiles, step
 from bench.reuse.worker import WorkerClient, keeping, working_over
-from hearth.core.messages import (
-    AdapterLoaded,
-    AdapterOrder,
-    CancelRequest,
-    Fact,
-    Sampling,
-    StartRequest,
-    StepDone,
-)
+from hearth.core.messages import AdapterLoaded, AdapterOrder, CancelRequest, Fact, StartRequest, StepDone
+from hearth.core.types import SamplingParams
 
 AIM_COLD_S, AIM_ZIPF = 0.005, 0.9
 #: Requests for other adapters come so many steps apart beside a batch that decodes.
@@ -159,7 +152,7 @@ class AdapterClient:
         """Ask with a prompt that nobody has asked before."""
         scale, run = self.library.scale, next(self.numbers)
         prompt = tuple(self.random.randrange(256) for _ in range(scale.prompt_tokens))
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         self.worker.send(StartRequest(run, BASE, prompt, (), sampling, salt=b"", adapter=adapter))
         return run
 

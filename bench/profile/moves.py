@@ -39,11 +39,10 @@ from hearth.core.messages import (
     HostModel,
     ModelLoaded,
     RetireModel,
-    Sampling,
     StartRequest,
     StepDone,
 )
-from hearth.core.types import ModelId, Rung
+from hearth.core.types import ModelId, Rung, SamplingParams
 from hearth.engine.assemble import ModelSpec, tables_bytes, workspace_bytes
 from hearth.memory.cuda_pages import PAGE_BYTES
 from hearth.models.dtypes import DTYPES
@@ -279,7 +278,7 @@ def new_request(
     """Return a request whose prompt never comes twice, so that no prefix is found."""
     vocab_size = min(shape.arch.vocab_size for shape in scale.shapes)
     prompt = tuple(draw.randrange(vocab_size) for _ in range(num_tokens))
-    sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
+    sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
     return StartRequest(run, model, prompt, (), sampling, salt=b"")
 
 

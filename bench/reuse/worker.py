@@ -32,12 +32,11 @@ from hearth.core.messages import (
     Ping,
     Pong,
     RunFailed,
-    Sampling,
     Shutdown,
     StartRequest,
     StepDone,
 )
-from hearth.core.types import ModelId
+from hearth.core.types import ModelId, SamplingParams
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.tiers.segment import Segment
@@ -106,7 +105,7 @@ class WorkerClient:
     def ask(self, model: ModelId, prompt: Sequence[int]) -> int:
         """Ask a model for one token."""
         run = next(self._numbers)
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=1, ignore_eos=True)
+        sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=1, ignore_eos=True)
         self.send(StartRequest(run, model, tuple(prompt), (), sampling, salt=b""))
         return run
 

@@ -326,7 +326,7 @@ PARTS = {"overhead": overhead, "rate": rate, "dialects": dialects, "dispatch": d
 
 def deployed_at(data_dir: Path) -> Path:
     """Return the directory of the one model that is deployed."""
-    with Registry.open(DataDir.open(data_dir)) as registry:
+    with Registry(DataDir.open(data_dir)) as registry:
         (deployed,) = registry.all()
     return Path(deployed.directory)
 

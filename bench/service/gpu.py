@@ -240,7 +240,7 @@ def vocab_size(scale: Scale) -> int:
 
 def budget_bytes(data_dir: Path, kind: str) -> int:
     """Return a budget for two models with all KV they may have, or hardly less than a third would need."""
-    with Registry.open(DataDir.open(data_dir)) as registry:
+    with Registry(DataDir.open(data_dir)) as registry:
         (size, *_) = [footprint(deployed.facts, kind, LIMITS) for deployed in registry.all()]
     return min(2 * (size.fixed_bytes + size.max_kv_bytes), 3 * size.least_bytes - 1)
 

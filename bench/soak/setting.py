@@ -24,7 +24,7 @@ def flags(data_dir: DataDir) -> list[str]:
 
 def budget_bytes(data_dir: DataDir) -> int:
     """Return a budget for so many models with all KV they may have, or hardly less than one more needs."""
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         facts = [deployed.facts for deployed in registry.all()]
     sizes = [footprint(fact, "cpu", LIMITS) for fact in facts]
     most = NUM_FITTING * max(size.fixed_bytes + size.max_kv_bytes for size in sizes)

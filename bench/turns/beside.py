@@ -47,11 +47,10 @@ from hearth.core.messages import (
     ModelUse,
     Ping,
     Pong,
-    Sampling,
     StartRequest,
     StepDone,
 )
-from hearth.core.types import ModelId
+from hearth.core.types import ModelId, SamplingParams
 from hearth.engine.assemble import ModelSpec, workspace_bytes
 from hearth.models.dtypes import DTYPES
 from hearth.policy.batch.prompt_allowance import PromptAllowance
@@ -269,7 +268,7 @@ class _Rig:
         prompt = tuple(1 + at % 100 for at in range(self._part.num_prompt_tokens))
         if num_prompt_tokens is not None:
             prompt = tuple(1 + self._draw.randrange(100) for _ in range(num_prompt_tokens))
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
+        sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
         run = next(self._runs)
         self._worker.send(StartRequest(run, model, prompt, (), sampling, salt=b""))
         return run

@@ -39,9 +39,9 @@ from bench.reuse.worker import WorkerClient, working
 from bench.shape import Shape
 from bench.turns.setting import H200
 from hearth.core.config import EngineConfig
-from hearth.core.messages import HostModel, ModelTurn, Sampling, StartRequest, StepDone
+from hearth.core.messages import HostModel, ModelTurn, StartRequest, StepDone
 from hearth.core.sizes import StepLimits
-from hearth.core.types import ModelId
+from hearth.core.types import ModelId, SamplingParams
 from hearth.engine.assemble import ModelSpec, tables_bytes, workspace_bytes
 from hearth.engine.engine import Engine
 from hearth.engine.pending_step import StepResult
@@ -292,7 +292,7 @@ class Clients:
         model = self._draw.choices(list(self._worker.orders), self.SHARES)[0]
         prompt = tuple(self._draw.randrange(1, 250) for _ in range(self._draw.randint(*PROMPT_TOKENS)))
         num_tokens = self._draw.randint(*OUTPUT_TOKENS)
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         self._worker.send(StartRequest(next(self._runs), model, prompt, (), sampling, salt=b""))
 
 

@@ -79,7 +79,7 @@ class Library:
         """Return the device memory of the setting, or room for all models but the weights of one."""
         if self.setting.memory_bytes is not None:
             return self.setting.memory_bytes
-        with Registry.open(DataDir.open(self.data_dir)) as registry:
+        with Registry(DataDir.open(self.data_dir)) as registry:
             sizes = [self._footprint(deployed.facts) for deployed in registry.all()]
         own_bytes = sum(size.promise.own_bytes for size in sizes)
         workspace_bytes = max(size.workspace_bytes for size in sizes)

@@ -22,7 +22,7 @@ from hearth.control.requests.caller import OPERATOR, Caller, GroupId, KeyTerms
 from hearth.control.requests.correlation import Correlation
 from hearth.control.requests.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
 from hearth.core.errors import HearthError, NameTaken, UnknownModel
-from hearth.core.types import FinishReason, ModelId, RateStatus, RequestId, TokenLogprob, TokenLogprobs
+from hearth.core.types import FinishReason, ModelId, RequestId, TokenLogprob, TokenLogprobs
 from hearth.text.tokenizer import Tokenizer
 
 MODEL = ModelView(
@@ -108,11 +108,11 @@ class FakeGateway:
         self.admissions = KeyAdmissions(self.usage, metrics, lambda: self.now_s)
         Counter("hearth_test", "Something to see.", registry=self.metrics).inc()
 
-    def admit(self, caller: Caller) -> KeyAdmission:
-        return self.admissions.admit(caller)
+    @property
+    def deployments(self) -> FakeGateway:
+        return self
 
-    def rate_status(self, caller: Caller) -> RateStatus | None:
-        return self.admissions.status(caller)
+    prompts = views = deployments
 
     async def prepare(
         self, request: GenerationRequest, admission: KeyAdmission

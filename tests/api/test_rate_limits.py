@@ -240,7 +240,7 @@ def test_too_many_at_a_time_are_told_so(gateway: FakeGateway, tmp_path: Path) ->
         gateway.script = lambda stream: stream.put(tokens_of("a"))
         caller = gateway.callers[-1]
         with pytest.raises(Exception, match="key `ada` has 1 requests running, its limit: 1; wait until"):
-            gateway.admit(caller)
+            gateway.admissions.admit(caller)
         stream.put(tokens_of("a"))
 
     gateway.script = second

@@ -45,7 +45,7 @@ def tiny(data_dir: Path, chatty: Path) -> Path:
     """A model that is deployed as `tiny`: its source."""
     opened = DataDir.open(data_dir)
     order = DeployOrder(str(chatty), name="tiny", dtype="float32")
-    with Registry.open(opened) as registry:
+    with Registry(opened) as registry:
         registry.add(carry_out(order, opened, lambda *progress: None))
     return chatty
 
@@ -53,7 +53,7 @@ def tiny(data_dir: Path, chatty: Path) -> Path:
 @pytest.fixture
 def shop(data_dir: Path, tiny: Path) -> DeployedAdapter:
     """An adapter of `tiny`, which was deployed where there is a GPU."""
-    with Registry.open(DataDir.open(data_dir)) as registry:
+    with Registry(DataDir.open(data_dir)) as registry:
         (base,) = registry.all()
         facts = AdapterFacts(4096, 64, base.facts.dtype, 8, ("qkv", "o"), base.facts.dimensions)
         adapter = DeployedAdapter("shop", "tiny", "/loras/shop", "/m/shop", "/m/shop", "d2", facts, 1.0)

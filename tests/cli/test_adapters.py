@@ -82,7 +82,7 @@ def test_without_a_service_an_adapter_answers_in_this_process(
     hearth: Hearth, tiny: Path, data_dir: Path, tmp_path: Path
 ) -> None:
     order = DeployOrder(str(write_peft(tmp_path / "lora")), "shop", base="tiny")
-    with Registry.open(DataDir.open(data_dir)) as registry:
+    with Registry(DataDir.open(data_dir)) as registry:
         registry.add(carry_out(order, DataDir.open(data_dir), lambda *progress: None))
     words = ("hi", "--temperature", "0", "--max-tokens", "6", "--device", "cpu", "--json")
 
@@ -95,7 +95,7 @@ def test_without_a_service_an_adapter_answers_in_this_process(
 def test_run_says_that_an_adapter_elsewhere_needs_a_service(
     hearth: Hearth, data_dir: Path, shop: DeployedAdapter
 ) -> None:
-    with Registry.open(DataDir.open(data_dir)) as registry:
+    with Registry(DataDir.open(data_dir)) as registry:
         registry.replace(replace(shop, where="s3://bucket/shop"))
     shown = hearth("run", "shop", "hi")
     assert (shown.code, shown.out) == (2, "")

@@ -27,6 +27,10 @@ class FakeGateway:
     admin_token: str = "token"
     status: str = "ok"
 
+    @property
+    def views(self) -> FakeGateway:
+        return self
+
     def health(self) -> Health:
         return Health(self.status, 1, 1, "0.1.0", "life-1")
 

@@ -451,7 +451,7 @@ def test_doctor_looks_at_the_disk_of_the_data_directory_too(
 
 
 def test_doctor_looks_also_at_a_directory_of_another_hearth(hearth: Hearth, data_dir: Path) -> None:
-    Registry.open(DataDir.open(data_dir)).close()
+    Registry(DataDir.open(data_dir)).close()
     (data_dir / "VERSION").write_text("999\n")
 
     shown, report = hearth("doctor"), json.loads(hearth("doctor", "--json").out)

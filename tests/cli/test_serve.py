@@ -159,8 +159,7 @@ def test_settings_that_a_worker_refuses_as_it_starts_end_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(rig: GatewayRig) -> None:
-        rig.supervisor.refusal = ConfigError("its device has 80 GiB, given: 81 GiB; lower it")
-        rig.supervisor.refused.set()
+        rig.supervisor.refusal.set_result(ConfigError("its device has 80 GiB, given: 81 GiB; lower it"))
 
     serve_by_rig(monkeypatch, at_begin=refuse)
     config = HearthConfig(service=ServiceConfig(data_dir=str(tmp_path / "data"), port=0, device="cpu"))
@@ -206,8 +205,7 @@ def test_the_log_names_the_address_that_is_listened_on_and_the_url_to_ask_here(
         config: HearthConfig, data_dir: DataDir, devices: Devices, template: None
     ) -> AsyncIterator[Gateway]:
         with closing(GatewayRig(data_dir)) as rig:
-            rig.supervisor.refusal = ConfigError("enough")
-            rig.supervisor.refused.set()
+            rig.supervisor.refusal.set_result(ConfigError("enough"))
             yield rig.gateway
 
     monkeypatch.setattr(server, "running", running)

@@ -48,6 +48,6 @@ def converted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture
 def deployed(data_dir: DataDir, converted: Path) -> Deployed:
     deployed = carry_out(DeployOrder(str(converted), "tiny"), data_dir, lambda *_: None)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(deployed)
     return deployed

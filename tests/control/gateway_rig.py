@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from hearth.control.datadir import DataDir
-from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.deploy.deploy import clear_snapshots
 from hearth.control.deploy.deployments import Deployments
@@ -18,25 +17,28 @@ from hearth.control.deploy.registry import Registry
 from hearth.control.driver import Driver
 from hearth.control.gateway import Gateway
 from hearth.control.journal import Journal
+from hearth.control.keeper_reports import KeeperReports
 from hearth.control.keys.key_admission import KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys
 from hearth.control.observe.exchange_record import ExchangeRecord
-from hearth.control.observe.host_reports import HostReports
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
+from hearth.control.observe.service_views import ServiceViews
 from hearth.control.requests.caller import Caller
 from hearth.control.requests.correlation import UNNAMED, Correlation
 from hearth.control.requests.fact_decoder import DecodedFact, DecodedTexts, DecodedToken
 from hearth.control.requests.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
+from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
 from hearth.core.beacon import Beacon
 from hearth.core.config import HearthConfig, ModelConfig
 from hearth.core.messages import Fact, KeeperSetup, Order, StepDone, WorkerHello
 from hearth.core.types import FinishReason, ModelId, SamplingParams, WorkerId
-from hearth.node.supervisor import Supervisor, Vigilance
+from hearth.node.processes import Vigilance
+from hearth.node.supervisor import Supervisor
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
@@ -68,11 +70,11 @@ class GatewayRig:
     def __init__(self, data_dir: DataDir, *, takes_turns: bool = False) -> None:
         config, brain = HearthConfig(), BrainConfig(takes_turns=takes_turns)
         self.exchange_sinks: list[Callable[[ExchangeRecord], None]] = []
-        self.registry = Registry.open(data_dir)
+        self.registry = Registry(data_dir)
         self.journal = Journal(data_dir.journal_path, brain, 1 << 30)
         self.encoder = PromptEncoder(2.0)
         configs = {"tiny": ModelConfig(context=CONTEXT, pace=20.0)}
-        catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
+        catalog = self.catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
         metrics, pools = Metrics(device_hour_price=1.0), PoolReports()
         self.metrics = metrics
         observer = self.observer = Observer(metrics, takes_turns=takes_turns)
@@ -80,8 +82,7 @@ class GatewayRig:
             metrics, bases=catalog.bases, collect=partial(clear_snapshots, data_dir)
         )
         self.driver = Driver(
-            *(Fleet(brain), self.journal, observer, pools, snapshots),
-            *(catalog.host_order, catalog.prepare_orders),
+            Fleet(brain), self.journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders
         )
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
         self.supervisor = Supervisor(
@@ -89,14 +90,23 @@ class GatewayRig:
         )
         keeper = KeeperClient(Path("/nowhere"))
         deployments = Deployments(self.registry, catalog, self.driver, keeper, data_dir)
-        self.demand = DemandReports(keeper)
+        self.keeper = KeeperReports(keeper, catalog, self.driver)
         self.usage = KeyUsage(data_dir.usage_path, ApiKeys(data_dir.keys_path).ids, metrics)
         self.gateway = Gateway(
-            *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools, snapshots),
-            *(self.supervisor, metrics, self.demand, HostReports(keeper)),
+            deployments=deployments,
+            prompts=Prompts(deployments, self.encoder),
+            views=ServiceViews(
+                deployments, self.driver, observer, pools, self.keeper, self.supervisor, metrics, kind="cpu"
+            ),
             keys=ApiKeys(data_dir.keys_path),
             admissions=KeyAdmissions(self.usage, metrics, lambda: self.driver.now_s),
-            kind="cpu",
+            driver=self.driver,
+            observer=observer,
+            snapshots=snapshots,
+            supervisor=self.supervisor,
+            keeper=self.keeper,
+            metrics=metrics,
+            drain_s=config.service.drain_s,
             exchange_sinks=self.exchange_sinks,
         )
 
@@ -104,7 +114,9 @@ class GatewayRig:
         self, wanted: GenerationRequest, caller: Caller, correlation: Correlation = UNNAMED
     ) -> AnswerStream:
         """Submit a request that is let in and never ends, as far as limits are concerned."""
-        return self.gateway.start(await self.gateway.prepare(wanted, self.gateway.admit(caller)), correlation)
+        return self.gateway.start(
+            await self.gateway.prepare(wanted, self.gateway.admissions.admit(caller)), correlation
+        )
 
     def join(self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu") -> RecordingLink:
         link = RecordingLink()

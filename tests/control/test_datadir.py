@@ -51,7 +51,7 @@ def test_a_new_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
 
     assert mode(data_dir.path) == 0o700
     assert [mode(data_dir.path / part) for part in ("models", "downloads", "logs", "run")] == [0o700] * 4
-    assert DataDir.open(data_dir.path) == data_dir
+    assert DataDir.open(data_dir.path).path == data_dir.path
 
 
 @pytest.mark.parametrize("text", ["1", "3", "", "one", "-1", "²"])

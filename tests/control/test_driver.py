@@ -70,7 +70,7 @@ async def answered(rig: GatewayRig, link: RecordingLink, come_bytes: int | None 
     if come_bytes is not None:
         loaded(rig, link, come_bytes)
     emit(rig, link, 5, finished=True)
-    explained = rig.gateway.explain(stream.request_id, ANYBODY)
+    explained = rig.gateway.views.explain(stream.request_id, ANYBODY)
     assert explained is not None
     return explained
 
@@ -112,7 +112,7 @@ def test_a_cpu_is_told_of_no_kernels(data_dir: DataDir, deployed: Deployed) -> N
 
 
 def test_a_model_that_makes_room_is_retired_and_its_bytes_stay(data_dir: DataDir, deployed: Deployed) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(replace(deployed, name="other"))
 
     async def scene(rig: GatewayRig) -> None:
@@ -131,7 +131,7 @@ def test_a_model_that_makes_room_is_retired_and_its_bytes_stay(data_dir: DataDir
 def test_a_stopped_model_is_held_as_retained_and_a_freed_one_is_dropped(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hearth.control.gateway.LOOK_S", 0.0)  # nobody answers
+    monkeypatch.setattr("hearth.control.observe.service_views.LOOK_S", 0.0)  # nobody answers
 
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
@@ -234,7 +234,7 @@ def test_a_request_that_is_preempted_and_admitted_again_in_one_step_is_shown_so(
         (run,) = rig.driver.requests.by_run
         rig.receive(link, StepDone(TINY, [], [], admitted=[Admitted(run, 1, 0.0)]))
         rig.receive(link, StepDone(TINY, [], [], admitted=[Admitted(run, 9, 0.0)], preempted=[run]))
-        explained = rig.gateway.explain(stream.request_id, ANYBODY)
+        explained = rig.gateway.views.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert [mark.what for mark in explained.marks][-2:] == ["preempted", "started"]
         assert (explained.num_preemptions, explained.num_cached_tokens) == (1, 1)
@@ -254,7 +254,7 @@ def test_weights_that_are_taken_while_a_request_is_on_its_way_are_shown_too(
         rig.receive(link, LoadProgress(TINY, host_orders(link)[-1].hosting, 100, 1))
         loaded(rig, link, come_bytes=400)
         emit(rig, link, 5, finished=True)
-        explained = rig.gateway.explain(stream.request_id, ANYBODY)
+        explained = rig.gateway.views.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert (explained.reused_bytes, explained.rungs[0].num_bytes) == (600, 400)
 
@@ -272,7 +272,7 @@ def test_a_load_that_fails_when_the_model_was_ready_before_moves_its_requests(
         rig.receive(
             link, HostingFailed(TINY, host_orders(link)[-1].hosting, "store_error", "the disk is gone")
         )
-        explained = rig.gateway.explain(stream.request_id, ANYBODY)
+        explained = rig.gateway.views.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert "worker_lost" in [mark.what for mark in explained.marks]
         rig.gateway.end_all()
@@ -329,7 +329,7 @@ def test_whoever_looks_has_workers_asked_and_sees_what_is_left_of_retired_models
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        looking = asyncio.create_task(rig.gateway.look())
+        looking = asyncio.create_task(rig.gateway.views.look())
         await asyncio.sleep(0)
         (ping,) = link.orders
         assert isinstance(ping, Ping)
@@ -347,7 +347,8 @@ def test_whoever_looks_has_workers_asked_and_sees_what_is_left_of_retired_models
         assert worker.used_bytes == 600
         assert worker.pool is not None
         assert [(part.kind, part.state, part.num_bytes) for part in worker.pool.parts] == [
-            *(("weights", "retained", 600), ("free", "spare", 9400))
+            ("weights", "retained", 600),
+            ("free", "spare", 9400),
         ]
         assert metric(rig, "hearth_device_used_bytes") == 600
 
@@ -401,9 +402,9 @@ def test_stopping_a_model_that_is_removed_meanwhile_finds_none(data_dir: DataDir
         await asyncio.sleep(0)
         ping = link.orders[-1]
         assert isinstance(ping, Ping)
-        with Registry.open(data_dir) as registry:
+        with Registry(data_dir) as registry:
             registry.remove("tiny")
-        assert rig.gateway.models(ANYBODY) == []
+        assert rig.gateway.deployments.models(ANYBODY) == []
         rig.receive(link, Pong(ping.number, 10_000, 10_000, 0, 0, 0, {}, ()))
 
         with pytest.raises(UnknownModel):
@@ -415,12 +416,12 @@ def test_stopping_a_model_that_is_removed_meanwhile_finds_none(data_dir: DataDir
 def test_a_worker_that_does_not_answer_is_shown_as_the_brain_sees_it(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hearth.control.gateway.LOOK_S", 0.0)
+    monkeypatch.setattr("hearth.control.observe.service_views.LOOK_S", 0.0)
 
     async def scene(rig: GatewayRig) -> None:
         rig.join()
         await rig.submit(ask(), ANYBODY)
-        view = await rig.gateway.look()
+        view = await rig.gateway.views.look()
         assert [(one.model, one.state) for one in view.models] == [("tiny", "loading")]
         assert view.workers[0].pool is None
         assert view.workers[0].used_bytes == view.models[0].num_bytes > 0
@@ -459,7 +460,7 @@ def test_a_request_for_an_adapter_goes_to_its_base_and_on_with_it_elsewhere(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
     facts = AdapterFacts(4096, 64, "float32", 8, ("qkv",), deployed.facts.dimensions)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(DeployedAdapter("shop", "tiny", "/lora", "/there", "/there", "ab" * 32, facts, 1.0))
 
     async def scene(rig: GatewayRig) -> None:
@@ -473,7 +474,7 @@ def test_a_request_for_an_adapter_goes_to_its_base_and_on_with_it_elsewhere(
         rungs = (RungBytes(Rung.HOST, 4096, 0.001),)
         rig.receive(link, AdapterLoaded(AdapterId("ab" * 32), (order.run,), 4096, rungs, 0.0, 0.002))
         emit(rig, link, 5)
-        explained = rig.gateway.explain(stream.request_id, ANYBODY)
+        explained = rig.gateway.views.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert (explained.model, explained.base, explained.adapter_tier) == ("shop", "tiny", "host")
         assert metric(rig, "hearth_adapter_loaded_bytes_total") == 4096
@@ -484,7 +485,9 @@ def test_a_request_for_an_adapter_goes_to_its_base_and_on_with_it_elsewhere(
         loaded(rig, successor)
         (resumed,) = start_orders(successor)
         assert (resumed.adapter, resumed.output) == (order.adapter, (5,))
-        with pytest.raises(RequestError, match="`shop` is an adapter of `tiny` and gives way by itself"):
+        with pytest.raises(
+            RequestError, match="`shop` is an adapter of `tiny` and is evicted before any model"
+        ):
             await rig.gateway.unload("shop", free=False)
 
     with_rig(data_dir, scene)
@@ -493,7 +496,7 @@ def test_a_request_for_an_adapter_goes_to_its_base_and_on_with_it_elsewhere(
 def test_a_lost_worker_keeps_nobody_waiting(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        looking = asyncio.create_task(rig.gateway.look())
+        looking = asyncio.create_task(rig.gateway.views.look())
         await asyncio.sleep(0)
         rig.receive(link, None)
         assert (await asyncio.wait_for(looking, 60.0)).models == ()
@@ -537,7 +540,7 @@ def test_whatever_happens_next_finds_the_ends_of_a_step_in_the_books(
         link, story = rig.join(), list[str]()
         rig.driver.add_sink(lambda event, _: story.append(type(event).__name__))
         stream = await rig.submit(ask(), ANYBODY)
-        asked = await rig.gateway.prepare(ask(), rig.gateway.admit(ANYBODY))
+        asked = await rig.gateway.prepare(ask(), rig.gateway.admissions.admit(ANYBODY))
         story.clear()
         emit(rig, link, 5, finished=True, is_sent=False)
         match next_up:
@@ -555,7 +558,7 @@ def test_whatever_happens_next_finds_the_ends_of_a_step_in_the_books(
                 rig.receive(link, StepDone(TINY, [], [], {}))
             case "answered":
                 rig.gateway.exchange_ended(ExchangeRecord())
-        explained = rig.gateway.explain(stream.request_id, ANYBODY)
+        explained = rig.gateway.views.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert (explained.outcome, explained.num_resumes) == ("stop", 0)
         assert explained.total_s == explained.first_token_s, "it ended with its token, not with the books"
@@ -580,7 +583,7 @@ def test_a_driver_that_is_closed_does_not_wake_up_when_its_journal_is_closed_too
         stream = await rig.submit(replace(ask(), keep_alive_s=0.01), ANYBODY)
         loaded(rig, link)
         emit(rig, link, 5, finished=True)
-        assert rig.gateway.explain(stream.request_id, ANYBODY) is not None
+        assert rig.gateway.views.explain(stream.request_id, ANYBODY) is not None
         rig.driver.close()
         rig.journal.close()
         await asyncio.sleep(0.05)
@@ -615,7 +618,7 @@ def test_a_request_that_has_no_worker_yet_is_explained_while_it_waits_and_afterw
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         def queue_detail() -> str:
-            explained = rig.gateway.explain(stream.request_id, ANYBODY)
+            explained = rig.gateway.views.explain(stream.request_id, ANYBODY)
             assert explained is not None
             (detail,) = [span.detail for span in explained.spans if span.what == "queue"]
             return detail
@@ -640,7 +643,7 @@ def test_a_paused_request_is_explained_and_goes_on(data_dir: DataDir, deployed: 
         rig.receive(link, ModelTurn(TINY, hosting, TurnEnd.TIME, 1))
         rig.receive(link, ModelTurn(TINY, hosting))
         emit(rig, link, 6, finished=True)
-        explained = rig.gateway.explain(stream.request_id, ANYBODY)
+        explained = rig.gateway.views.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert (explained.outcome, explained.num_pauses, explained.num_output_tokens) == ("stop", 1, 2)
         assert [span.detail for span in explained.spans if span.what == "paused"] == [

@@ -44,7 +44,7 @@ from hearth.core.types import (
     SamplingParams,
     WorkerId,
 )
-from hearth.node.worker_ending import WorkerEnding
+from hearth.node.processes import WorkerEnding
 from hearth.policy.fleet.events import Option
 from hearth.policy.limits.key_limiter import KeyLimits
 from tests.control.deploy.test_registry import ADAPTER
@@ -57,7 +57,7 @@ USER = Caller("somebody", "user", GroupId("somebody"))
 def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         async def encode(name: str, prompt: str | list[int]) -> list[int]:
-            return await rig.gateway.encode(name, prompt, ANYBODY)
+            return await rig.gateway.prompts.encode(name, prompt, ANYBODY)
 
         assert await encode("tiny", [1, 2, 3]) == [1, 2, 3]
         assert len(await encode("tiny", "!!!")) == 3
@@ -94,7 +94,7 @@ def test_what_happens_while_a_prompt_is_encoded_is_noticed(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
-        with Registry.open(data_dir) as other:
+        with Registry(data_dir) as other:
             with monkeypatch.context() as patch:
                 during_encoding(rig, lambda: other.replace(replace(deployed, digest="1" * 32)), patch)
                 with pytest.raises(ServiceError, match="`tiny` was replaced while the request was prepared"):
@@ -123,7 +123,7 @@ def test_an_adapter_that_is_replaced_while_a_prompt_is_encoded_answers_as_it_is_
     second = replace(first, digest="2" * 64)
 
     async def scene(rig: GatewayRig) -> None:
-        with Registry.open(data_dir) as other:
+        with Registry(data_dir) as other:
             other.add(first)
             during_encoding(rig, lambda: other.replace(second), monkeypatch)
             await rig.submit(replace(ask(), model="shop"), ANYBODY)
@@ -141,10 +141,10 @@ def test_while_no_worker_comes_up_requests_end_with_the_reason_and_health_has_it
 
     async def scene(rig: GatewayRig) -> None:
         waiting, (seat,) = await rig.submit(ask(), ANYBODY), rig.supervisor.seats
-        assert rig.gateway.health().status == "starting"
+        assert rig.gateway.views.health().status == "starting"
         for num_before in range(3):
-            assert (rig.gateway.health().status, seat.num_failed_starts) == ("starting", num_before)
-            pause = asyncio.create_task(rig.supervisor._pause(seat, WorkerEnding("it has no memory"), 60.0))
+            assert (rig.gateway.views.health().status, seat.num_failed_starts) == ("starting", num_before)
+            pause = asyncio.create_task(seat._back_off(WorkerEnding("it has no memory"), 60.0))
             await asyncio.sleep(0)
             pause.cancel()
 
@@ -154,7 +154,7 @@ def test_while_no_worker_comes_up_requests_end_with_the_reason_and_health_has_it
             await rig.submit(ask(), ANYBODY)
         assert refused.value.retry_s == pytest.approx(60.0, abs=30.0)
         assert (refused.value.http_status, refused.value.label) == (503, "no_workers")
-        health, (worker,) = rig.gateway.health(), rig.gateway.ps().workers
+        health, (worker,) = rig.gateway.views.health(), rig.gateway.views.ps().workers
         assert (health.status, worker.state) == ("failing", "failing")
         for told in (health.reason, worker.reason):
             assert told is not None
@@ -241,7 +241,7 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
         assert before.run != after.run
         emit(rig, second, 7, finished=True)
         assert [piece.token for piece in await stream.next()] == [5, 6, 7]
-        explained = rig.gateway.explain(stream.request_id, ANYBODY)
+        explained = rig.gateway.views.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert (explained.outcome, explained.num_resumes, explained.num_output_tokens) == ("stop", 1, 3)
 
@@ -252,7 +252,10 @@ def embedded(rig: GatewayRig, link: RecordingLink, reading: PromptReading) -> No
     """The prompts of all runs are computed, as the text thread tells it of those of no tokens."""
     requests = dict(rig.driver.requests.by_run)
     done = StepDone(
-        *(ModelId("tiny"), list(requests), [5] * len(requests), dict.fromkeys(requests, FinishReason.LENGTH)),
+        ModelId("tiny"),
+        list(requests),
+        [5] * len(requests),
+        dict.fromkeys(requests, FinishReason.LENGTH),
         readings=dict.fromkeys(requests, reading),
     )
     texts = DecodedTexts(ended=list(requests.values()))
@@ -266,7 +269,7 @@ def test_an_embedding_is_a_request_of_no_tokens_and_ends_once_whoever_computes_i
     async def scene(rig: GatewayRig) -> None:
         wanted = replace(ask(), sampling=SamplingParams(max_tokens=0), pooling=Pooling.MEAN)
         first, caller = rig.join(), terms(limits=KeyLimits(tokens_per_min=100))
-        with rig.gateway.admit(caller) as admission:
+        with rig.gateway.admissions.admit(caller) as admission:
             stream = rig.gateway.start(await rig.gateway.prepare(wanted, admission))
             rig.receive(first, None)
             second = rig.join()
@@ -283,11 +286,11 @@ def test_an_embedding_is_a_request_of_no_tokens_and_ends_once_whoever_computes_i
             embedded(rig, second, reading)  # of a run that has ended
             stream.close()
         assert not any(isinstance(order, CancelRequest) for order in second.orders)
-        explained = rig.gateway.explain(stream.request_id, caller)
+        explained = rig.gateway.views.explain(stream.request_id, caller)
         assert explained is not None
         assert (explained.outcome, explained.num_output_tokens, explained.num_resumes) == ("stop", 0, 1)
         assert explained.marks[0].detail == "for an embedding, pooling: mean"
-        status = rig.gateway.rate_status(caller)
+        status = rig.gateway.admissions.status(caller)
         assert status is not None
         assert status.tokens is not None
         assert status.tokens.remaining == 98
@@ -301,10 +304,10 @@ def test_an_embedding_is_a_request_of_no_tokens_and_ends_once_whoever_computes_i
 @pytest.mark.parametrize(
     "look",
     [
-        lambda gateway: gateway.tokenize("tiny", "!!", ANYBODY, None),
-        lambda gateway: gateway.detokenize("tiny", [5], ANYBODY),
-        lambda gateway: gateway.tokenizer("tiny", ANYBODY),
-        lambda gateway: gateway.encode("tiny", "!!", ANYBODY),
+        lambda gateway: gateway.prompts.tokenize("tiny", "!!", ANYBODY, None),
+        lambda gateway: gateway.prompts.detokenize("tiny", [5], ANYBODY),
+        lambda gateway: gateway.prompts.tokenizer("tiny", ANYBODY),
+        lambda gateway: gateway.prompts.encode("tiny", "!!", ANYBODY),
     ],
 )
 def test_the_model_of_every_exchange_is_noted(
@@ -366,13 +369,15 @@ def test_tokens_of_a_text_are_told_however_many_and_only_those_of_the_model_have
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         gateway = rig.gateway
-        tokens = await gateway.tokenize("tiny", "!!" * CONTEXT, ANYBODY, add_special_tokens=None)
+        tokens = await gateway.prompts.tokenize("tiny", "!!" * CONTEXT, ANYBODY, add_special_tokens=None)
         assert len(tokens) > CONTEXT
-        assert await gateway.detokenize("tiny", tokens, ANYBODY) == " ".join("!" * 2 * CONTEXT)
+        assert await gateway.prompts.detokenize("tiny", tokens, ANYBODY) == " ".join("!" * 2 * CONTEXT)
         with pytest.raises(BadPrompt, match="prompt holds token 1000000"):
-            await gateway.detokenize("tiny", [1_000_000], ANYBODY)
+            await gateway.prompts.detokenize("tiny", [1_000_000], ANYBODY)
         with pytest.raises(PromptTooLong, match="characters"):
-            await gateway.tokenize("tiny", "!" * (MIN_TEXT_CHARS + 1), ANYBODY, add_special_tokens=None)
+            await gateway.prompts.tokenize(
+                "tiny", "!" * (MIN_TEXT_CHARS + 1), ANYBODY, add_special_tokens=None
+            )
 
     with_rig(data_dir, scene)
 
@@ -422,7 +427,7 @@ def test_a_loss_counts_only_against_requests_of_the_step_that_the_worker_died_in
         link = rig.join()
         emit(rig, link, 5, finished=True)
         assert [piece.token for piece in await waiting.next()] == [5]
-        explained = rig.gateway.explain(waiting.request_id, ANYBODY)
+        explained = rig.gateway.views.explain(waiting.request_id, ANYBODY)
         assert explained is not None
         assert explained.outcome == "stop"
         assert "in a step of its model without it, not counted against it" in str(explained)
@@ -463,7 +468,7 @@ def test_an_answer_is_the_text_behind_its_prompt_whoever_goes_on_with_it(
         emit(rig, first, 5)
         rig.receive(first, None)
         emit(rig, rig.join(), 6, 7, finished=True)
-        prompt = await rig.gateway.encode("tiny", "!!", ANYBODY)
+        prompt = await rig.gateway.prompts.encode("tiny", "!!", ANYBODY)
         answer = "".join(piece.text for piece in await stream.next())
         # A tokenizer without a decoder has a space between all tokens, so also before those of the answer.
         assert "! !" + answer == stream.tokenizer.decode([*prompt, 5, 6])  # the last one ends it unseen
@@ -504,7 +509,7 @@ def test_a_request_is_explained_to_its_own_group_and_to_monitors(
         rig.join()
         stream = await rig.submit(ask(), ADA)
         monitor = Caller("eve", "monitor", GroupId("m"))
-        told = [rig.gateway.explain(stream.request_id, caller) for caller in (ADA, AMY, monitor, BOB)]
+        told = [rig.gateway.views.explain(stream.request_id, caller) for caller in (ADA, AMY, monitor, BOB)]
         assert [one is not None for one in told] == [True, True, True, False]
         rig.gateway.end_all()
 
@@ -515,7 +520,7 @@ def test_a_request_is_explained_by_what_its_client_calls_it(data_dir: DataDir, d
     async def scene(rig: GatewayRig) -> None:
         rig.join()
         streams = [await rig.submit(ask(), caller, Correlation("mine")) for caller in (ADA, BOB)]
-        told = [rig.gateway.explain("mine", caller) for caller in (ADA, BOB)]
+        told = [rig.gateway.views.explain("mine", caller) for caller in (ADA, BOB)]
         assert [one and one.request_id for one in told] == [stream.request_id for stream in streams]
         rig.gateway.end_all()
 
@@ -535,7 +540,7 @@ def test_ignored_fields_are_counted_by_label(data_dir: DataDir, deployed: Deploy
 def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        tokenizer = await rig.gateway.tokenizer("tiny", ANYBODY)
+        tokenizer = await rig.gateway.prompts.tokenizer("tiny", ANYBODY)
         (token, *_) = tokenizer.encode("!", add_special_tokens=False)
         stream = await rig.submit(GenerationRequest("tiny", "!!", SamplingParams(stop=["!"])), ANYBODY)
         emit(rig, link, token)
@@ -586,18 +591,18 @@ def test_a_model_that_a_key_may_not_use_is_as_unknown_as_one_that_is_not_there(
                 await rig.submit(replace(ask(), model=name), others)
             told.append(str(refused.value).replace(name, "NAME"))
             with pytest.raises(UnknownModel, match=name):
-                rig.gateway.model(name, others)
+                rig.gateway.deployments.model(name, others)
             with pytest.raises(UnknownModel):
-                await rig.gateway.encode(name, "!", others)
+                await rig.gateway.prompts.encode(name, "!", others)
             with pytest.raises(UnknownModel):
-                await rig.gateway.tokenizer(name, others)
+                await rig.gateway.prompts.tokenizer(name, others)
             with pytest.raises(UnknownModel):
-                await rig.gateway.show(name, others, look=False)
+                await rig.gateway.deployments.show(name, others, look=False)
         assert (
             told == ["no model is deployed under `NAME`; none is; deploy one with `hearth deploy SOURCE`"] * 2
         )
-        assert rig.gateway.models(others) == []
-        assert [view.name for view in rig.gateway.models(own)] == ["tiny"]
+        assert rig.gateway.deployments.models(others) == []
+        assert [view.name for view in rig.gateway.deployments.models(own)] == ["tiny"]
         await rig.submit(ask(), own)
         rig.gateway.end_all()
 
@@ -616,17 +621,17 @@ def test_a_key_with_models_is_told_of_no_others(
             timeline.placed(0.0, WORKER, "free_room", options, None)
             rig.observer.begin(timeline)
         own, monitor = terms(models=("tiny",)), replace(terms(models=("tiny",)), role="monitor")
-        whole, cut = (rig.gateway.explain("of-tiny", caller) for caller in (USER, own))
+        whole, cut = (rig.gateway.views.explain("of-tiny", caller) for caller in (USER, own))
         assert whole is not None
         assert cut == replace(whole, options=whole.options[:1])
-        assert rig.gateway.explain("of-tiny", monitor) == whole
-        told = [rig.gateway.explain("of-secret", caller) is not None for caller in (USER, own, monitor)]
+        assert rig.gateway.views.explain("of-tiny", monitor) == whole
+        told = [rig.gateway.views.explain("of-secret", caller) is not None for caller in (USER, own, monitor)]
         assert told == [True, False, True]
-        with Registry.open(data_dir) as other:
+        with Registry(data_dir) as other:
             during_encoding(rig, lambda: other.remove("tiny") and None, monkeypatch)
             with pytest.raises(UnknownModel, match="`tiny`; none is; deploy one"):
                 await rig.submit(ask(), own)
-        assert rig.gateway.explain("of-tiny", own) == cut
+        assert rig.gateway.views.explain("of-tiny", own) == cut
 
     with_rig(data_dir, scene)
 
@@ -665,15 +670,15 @@ def test_what_a_request_used_is_settled_and_counted_however_it_ends(
         link = rig.join()
         caller = terms(limits=KeyLimits(tokens_per_min=100, concurrent=1))
         for is_finished in (True, False):
-            with rig.gateway.admit(caller) as admission:
+            with rig.gateway.admissions.admit(caller) as admission:
                 stream = rig.gateway.start(await rig.gateway.prepare(ask("!!"), admission))
-                charged = rig.gateway.rate_status(caller)
+                charged = rig.gateway.admissions.status(caller)
                 emit(rig, link, 5, 6, 7, finished=is_finished)
                 stream.close()
         assert charged is not None
         assert charged.tokens is not None
         assert charged.tokens.remaining == 100 - (2 + 3) - (2 + 16)
-        settled = rig.gateway.rate_status(caller)
+        settled = rig.gateway.admissions.status(caller)
         assert settled is not None
         assert settled.tokens is not None
         assert settled.tokens.remaining == 100 - 2 * (2 + 3)

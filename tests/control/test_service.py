@@ -34,7 +34,7 @@ def test_keys_that_there_are_must_be_used(data_dir: DataDir, host: str) -> None:
 
 
 def test_an_address_that_others_reach_needs_keys(data_dir: DataDir) -> None:
-    with pytest.raises(ConfigError, match=r"`service.host` is 0\.0\.0\.0, which others can reach"):
+    with pytest.raises(ConfigError, match=r"`service.host` is 0\.0\.0\.0, which other machines can reach"):
         keys_of(ServiceConfig(host="0.0.0.0"), data_dir)
 
 

@@ -143,7 +143,7 @@ def test_a_look_at_a_snapshot_of_a_model_that_was_removed_leaves_no_note(
         link = await loading(rig)
         first = hosting_of(link)
         emit(rig, link, 5, finished=True)
-        await rig.gateway.remove("tiny")
+        await rig.gateway.deployments.remove("tiny")
         rig.receive(link, SnapshotLooked(TINY, first, SnapshotOutcome.REFUSED, "it is damaged"))
         assert rig.snapshots.notes == ()
 
@@ -159,7 +159,7 @@ def test_a_snapshot_that_is_written_while_its_model_is_removed_goes_as_well(
         rig.receive(link, SnapshotLooked(TINY, first, SnapshotOutcome.MISSING))
         load(rig, link)
         emit(rig, link, 5, finished=True)
-        await rig.gateway.remove("tiny")
+        await rig.gateway.deployments.remove("tiny")
         directory = SnapshotDirectory.open(data_dir.snapshots_path, 1 << 20)
         path = directory.save(replace(FINGERPRINT, manifest=deployed.digest), {"memory": b"x"})
         rig.receive(link, SnapshotMade(TINY, first, num_bytes=100))
@@ -271,7 +271,7 @@ def test_a_service_that_keeps_none_loads_no_model_for_one(
 
 def deploy_adapter(data_dir: DataDir, deployed: Deployed, name: str = "shop") -> None:
     facts = AdapterFacts(4096, 64, "float32", 8, ("qkv",), deployed.facts.dimensions)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(DeployedAdapter(name, "tiny", "/lora", "/there", "/there", "ab" * 32, facts, 1.0))
 
 
@@ -285,13 +285,13 @@ def test_a_snapshot_made_before_the_first_adapter_is_made_anew_with_it(
         load(rig, link)
         assert made_orders(link) == [], "it has no adapters"
         deploy_adapter(data_dir, deployed)
-        assert len(rig.gateway.models(ANYBODY)) == 2  # which looks what is deployed
+        assert len(rig.gateway.deployments.models(ANYBODY)) == 2  # which looks what is deployed
         assert made_orders(link) == [MakeSnapshot(TINY, hosting, has_adapters=True)]
         (note,) = rig.snapshots.notes
         assert "made before it had adapters" in note
         assert counted(rig, SnapshotOutcome.PARTIAL) == 1
         deploy_adapter(data_dir, deployed, "another")
-        assert len(rig.gateway.models(ANYBODY)) == 3
+        assert len(rig.gateway.deployments.models(ANYBODY)) == 3
         rig.receive(link, SnapshotMade(TINY, hosting))
         load(rig, link)
         assert len(made_orders(link)) == 1
@@ -329,7 +329,7 @@ def test_an_adapter_that_comes_while_a_snapshot_is_made_is_in_the_next(
         rig.receive(link, SnapshotLooked(TINY, hosting, SnapshotOutcome.MISSING))
         load(rig, link)
         deploy_adapter(data_dir, deployed)
-        assert len(rig.gateway.models(ANYBODY)) == 2
+        assert len(rig.gateway.deployments.models(ANYBODY)) == 2
         for _ in range(3):
             rig.receive(link, SnapshotMade(TINY, hosting, lacks_adapters=True))
         wishes = [order.has_adapters for order in made_orders(link)]
@@ -345,13 +345,14 @@ def test_a_snapshot_made_with_adapters_by_one_worker_is_not_made_anew_by_the_nex
         link = RecordingLink()
         link.orders = orders  # type: ignore[assignment] # nothing else is sent
         snapshots.joined(worker, link)  # type: ignore[arg-type] # all that is used of one
-        snapshots.looked(worker, SnapshotLooked(TINY, 1, SnapshotOutcome.USED, lacks_adapters=True))
+        looked = SnapshotLooked(TINY, 1, SnapshotOutcome.USED, lacks_adapters=True)
+        snapshots.receive(worker, looked, is_current=True)
         snapshots.loaded(worker, TINY, 1)
     bases.add(TINY)
     snapshots.adapters_deployed()
     assert orders == [MakeSnapshot(TINY, 1, has_adapters=True)]
     (maker,) = snapshots._makings
-    snapshots.made(maker[0], SnapshotMade(TINY, 1))
+    snapshots.receive(maker[0], SnapshotMade(TINY, 1), is_current=True)
 
     bases.add(ModelId("another"))
     snapshots.adapters_deployed()

@@ -113,8 +113,14 @@ def test_workers_on_one_device_have_shares_of_it() -> None:
 
 def test_none_of_what_gateway_and_deployer_import_loads_torch() -> None:
     modules = (
-        *("core.config", "control.datadir", "control.deploy.registry", "control.keys.keys", "node.devices"),
-        *("control.deploy.deployer", "control.deploy.sources", "policy.fleet.footprint"),
+        "core.config",
+        "control.datadir",
+        "control.deploy.registry",
+        "control.keys.keys",
+        "node.devices",
+        "control.deploy.deployer",
+        "control.deploy.sources",
+        "policy.fleet.footprint",
     )
     imports = "; ".join(f"import hearth.{module}" for module in modules)
     code = f"{imports}; import sys; assert 'torch' not in sys.modules"

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -14,15 +14,16 @@ import msgspec
 import pytest
 import uvloop
 
-from hearth.core.beacon import StepSigns
+from hearth.core.beacon import Beacon, StepSigns
 from hearth.core.errors import NoWorkers
 from hearth.core.messages import KeeperPulse, KeeperSetup, WorkerFarewell, WorkerHello, WorkerSetup
 from hearth.core.types import ModelId, WorkerId
-from hearth.node import keeper_pulse
+from hearth.node import keeper_process, processes
 from hearth.node import supervisor as supervision
-from hearth.node.supervisor import MAX_FAILED_STARTS, Supervisor, Vigilance, WorkerSeat
-from hearth.node.worker_ending import MAX_REASON, WorkerEnding, ending_of
+from hearth.node.processes import MAX_REASON, Vigilance, WorkerEnding, WorkerProcess, ending_of
+from hearth.node.supervisor import MAX_FAILED_STARTS, Supervisor
 from hearth.node.worker_link import WorkerLink
+from hearth.node.worker_seat import Killed, Starting, Waiting, WorkerSeat
 from tests.worker.harness import folder, keeper_setup
 
 #: How long a test waits for a process before it says that nothing will happen.
@@ -31,8 +32,9 @@ PATIENCE_S = 120.0
 #: A supervisor that cannot say what a worker should be told, which is a bug.
 BROKEN = """
 import asyncio, tempfile
-from hearth.node.supervisor import Supervisor, Vigilance
 from hearth.core.messages import KeeperSetup
+from hearth.node.processes import Vigilance
+from hearth.node.supervisor import Supervisor
 
 async def main(path):
     keeper = KeeperSetup(f"{path}/keeper.sock", "cpu", path, None, 16 << 20, "info")
@@ -62,18 +64,19 @@ def test_a_worker_whose_long_step_advances_lives_and_one_that_hangs_is_killed() 
         vigilance = Vigilance(PATIENCE_S, HEARTBEAT_S, MAX_MISSED)
         supervisor = Supervisor(lambda *_: NotImplemented, KEEPER, 1, vigilance, None, lambda _: None)
         (seat,) = supervisor.seats
-        process = seat.process = await asyncio.create_subprocess_exec("sleep", str(PATIENCE_S))
+        process, beacon = await asyncio.create_subprocess_exec("sleep", str(PATIENCE_S)), Beacon()
+        seat.state = Starting(process, beacon)
         link = WorkerLink(b"", supervisor.expects, supervisor)  # type: ignore[arg-type] # nothing comes by it
         supervisor.joined(link, WorkerHello(1, seat.worker, b"", b"", process.pid, "cpu", "", 0, False))
-        beacon = seat.beacon
         beacon.show(ModelId("large"), longest_s=1e-6)
-        watch = asyncio.create_task(supervisor._watch(seat, process))
+        watch = asyncio.create_task(seat._watch(process))
         for _ in range(10 * MAX_MISSED):
             beacon.mark()
             await asyncio.sleep(HEARTBEAT_S / 2)
         assert (watch.done(), link.why_killed) == (False, None)
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == -signal.SIGKILL
         await watch
+        assert isinstance(seat.state, Killed)
         assert link.why_killed is not None
         # A beat counts less in which the process waited for a core, so that there may be one more.
         assert re.fullmatch(r"did not advance for 0\.0[34]\d* s, limit: 0\.03 s,", link.why_killed)
@@ -89,7 +92,7 @@ def test_a_worker_that_is_replaced_is_to_have_the_memory_that_the_first_one_had(
     """What is free is not yet what it will be: that of the one that was killed comes back bit by bit."""
     asked: list[int | None] = []
 
-    async def spawn(supervisor: Supervisor, module: str, setup: WorkerSetup, *descriptors: int) -> None:
+    async def launch(supervisor: Supervisor, setup: WorkerSetup, beacon: int) -> None:
         asked.append(setup.budget_bytes)
 
     async def scene() -> None:
@@ -98,19 +101,19 @@ def test_a_worker_that_is_replaced_is_to_have_the_memory_that_the_first_one_had(
 
         supervisor = Supervisor(unlimited, KEEPER, 1, Vigilance(PATIENCE_S, HEARTBEAT_S, MAX_MISSED), None)
         (seat,) = supervisor.seats
-        await supervisor._start_worker(seat)
+        await seat._start()
         link = WorkerLink(b"", supervisor.expects, supervisor)  # type: ignore[arg-type] # nothing comes by it
         supervisor.joined(link, WorkerHello(1, seat.worker, b"", b"", 1, "cpu", "", 1 << 30, False))
-        await supervisor._start_worker(seat)
+        await seat._start()
         seat.num_failed_starts = 1  # perhaps it cannot be had any more
-        await supervisor._start_worker(seat)
+        await seat._start()
 
-    monkeypatch.setattr(Supervisor, "_spawn", spawn)
+    monkeypatch.setattr(Supervisor, "_launch", launch)
     asyncio.run(scene())
     assert asked == [None, 1 << 30, None]
 
 
-class Killed:
+class Gone:
     """A process of a worker that has been killed already."""
 
     pid = 0
@@ -136,12 +139,12 @@ def test_a_worker_that_was_ready_is_replaced_at_once_and_if_that_comes_again_eve
 ) -> None:
     delays: list[float] = []
 
-    async def start_worker(supervisor: Supervisor, seat: WorkerSeat) -> None:
-        seat.process = Killed()  # type: ignore[assignment] # as much of one as is asked
+    async def start(seat: WorkerSeat) -> Gone:
         if are_ready[len(delays)]:
-            seat.greeted.set()
+            seat._greeted.set()
+        return Gone()
 
-    async def pause(supervisor: Supervisor, seat: WorkerSeat, ending: WorkerEnding, delay_s: float) -> None:
+    async def back_off(seat: WorkerSeat, ending: WorkerEnding, delay_s: float) -> None:
         delays.append(delay_s)
         if len(delays) == len(are_ready):
             raise asyncio.CancelledError
@@ -149,12 +152,12 @@ def test_a_worker_that_was_ready_is_replaced_at_once_and_if_that_comes_again_eve
     async def scene() -> None:
         vigilance = Vigilance(PATIENCE_S, HEARTBEAT_S, MAX_MISSED)
         supervisor = Supervisor(setup_of, KEEPER, 1, vigilance, None)
-        supervisor._is_keeper_ready.set()
+        supervisor.keeper.is_ready.set()
         with pytest.raises(asyncio.CancelledError):
-            await supervisor._keep(supervisor.seats[0])
+            await supervisor.seats[0].keep()
 
-    monkeypatch.setattr(Supervisor, "_start_worker", start_worker)
-    monkeypatch.setattr(Supervisor, "_pause", pause)
+    monkeypatch.setattr(WorkerSeat, "_start", start)
+    monkeypatch.setattr(WorkerSeat, "_back_off", back_off)
     asyncio.run(scene())
     assert delays == expected
 
@@ -180,8 +183,7 @@ class LeavingWorkers(Supervisor):
 
     started: list[tuple[WorkerSetup, Leaving]]
 
-    async def _spawn(self, module: str, setup: WorkerSetup | KeeperSetup, *descriptors: int) -> Process:
-        assert isinstance(setup, WorkerSetup)
+    async def _launch(self, setup: WorkerSetup, beacon: int) -> WorkerProcess:
         process = Leaving(1 << 30 | len(self.started))  # a number that no process has
         self.started.append((setup, process))
         return process  # type: ignore[return-value] # as much of one as is asked
@@ -204,7 +206,7 @@ def leaving(scene: Callable[[LeavingWorkers], Awaitable[None]]) -> None:
     async def run() -> None:
         supervisor = LeavingWorkers(setup_of, KEEPER, 1, Vigilance(PATIENCE_S, PATIENCE_S, 1), None)
         supervisor.started = []
-        supervisor._is_keeper_ready.set()
+        supervisor.keeper.is_ready.set()
         supervisor._tasks.append(asyncio.create_task(supervisor._keep(supervisor.seats[0])))
         try:
             async with asyncio.timeout(10.0):
@@ -227,14 +229,14 @@ def test_a_worker_is_replaced_while_the_one_before_is_still_on_its_way_out(
         await supervisor.until_started(2)
         assert [setup.worker for setup, _ in supervisor.started] == ["w0", "w0.1"]
         assert [setup.predecessor for setup, _ in supervisor.started] == [None, first.pid]
-        assert seat.trouble(0.0) == "worker 0 ended: it is ending; next try under way"
+        assert seat.trouble() == "worker 0 ended: it is ending; next try under way"
         assert "worker_ended" not in caplog.text
         supervisor.join()
         first.is_gone.set()
-        while seat.predecessor is not None:
-            await asyncio.sleep(0)
+        assert seat.predecessor is not None
+        await seat.predecessor.gone
         assert "worker_ended worker=w0 code=-9" in caplog.text
-        assert (seat.state, seat.trouble(0.0)) == ("ready", None)
+        assert (seat.status().state, seat.trouble()) == ("ready", None)
 
     leaving(scene)
 
@@ -274,9 +276,7 @@ class BreakingWorkers(Supervisor):
 
     farewell = FAREWELL
 
-    async def _spawn(self, module: str, setup: WorkerSetup | KeeperSetup, *descriptors: int) -> Process:
-        if isinstance(setup, KeeperSetup):
-            return await super()._spawn(module, setup, *descriptors)
+    async def _launch(self, setup: WorkerSetup, beacon: int) -> WorkerProcess:
         command = (sys.executable, "-S", "-c", BREAKS, self.farewell)
         return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
 
@@ -285,7 +285,7 @@ def setup_of(index: int, worker: WorkerId) -> WorkerSetup:
     """A worker whose engine takes no sequences, which no engine can."""
     engine: dict[str, int | float | str | None] = {"max_seqs": 0}
     return WorkerSetup(
-        *(worker, "127.0.0.1", 1, "", "cpu", index, 1, 1 << 24, "", "", engine, 1, "info"), turns=True
+        worker, "127.0.0.1", 1, "", "cpu", index, 1, 1 << 24, "", "", engine, 1, "info", turns=True
     )
 
 
@@ -313,7 +313,7 @@ def supervised(
 def test_when_no_worker_comes_up_who_waits_is_told_why_and_when_the_next_try_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_DELAY_S", 0.01)
 
     async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
         assert supervisor.outage() is None
@@ -332,13 +332,14 @@ def test_when_no_worker_comes_up_who_waits_is_told_why_and_when_the_next_try_is(
 def test_a_keeper_that_does_not_return_is_the_reason_when_no_worker_is_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(supervision, "MAX_FAILED_STARTS", 2)
 
     async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
-        supervisor._keeper_setup = msgspec.structs.replace(supervisor._keeper_setup, host_bytes=1)
-        assert supervisor._keeper is not None
-        supervisor._keeper.kill()
+        keeper = supervisor.keeper
+        keeper._setup = msgspec.structs.replace(keeper._setup, host_bytes=1)
+        assert keeper._process is not None
+        keeper._process.kill()
         while not any(
             "the keeper of the store is not up: `store.host_bytes` must" in str(one) for one in told
         ):
@@ -350,15 +351,15 @@ def test_a_keeper_that_does_not_return_is_the_reason_when_no_worker_is_up(
 def test_a_keeper_that_hangs_is_killed_and_replaced_and_one_that_answers_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_DELAY_S", 0.01)
     pulses: list[KeeperPulse | None] = []
-    ask = keeper_pulse._pulse
+    ask = keeper_process._pulse
 
     async def counted(answers: asyncio.StreamReader, patience_s: float) -> KeeperPulse | None:
         pulses.append(await ask(answers, patience_s))
         return pulses[-1]
 
-    monkeypatch.setattr(keeper_pulse, "_pulse", counted)
+    monkeypatch.setattr(keeper_process, "_pulse", counted)
 
     async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
         async def answers() -> None:
@@ -367,14 +368,14 @@ def test_a_keeper_that_hangs_is_killed_and_replaced_and_one_that_answers_is_not(
                 await asyncio.sleep(0.01)
 
         await answers()
-        first = supervisor._keeper
+        first = supervisor.keeper._process
         assert first is not None
         assert first.returncode is None
         first.send_signal(signal.SIGSTOP)
         assert await first.wait() == -signal.SIGKILL
-        await supervisor._is_keeper_ready.wait()
+        await supervisor.keeper.is_ready.wait()
         await answers()
-        assert supervisor._keeper is not first
+        assert supervisor.keeper._process is not first
         assert supervisor.trouble() is None
 
     supervised(Supervisor, 0, scene, heartbeat_s=0.3)
@@ -396,7 +397,7 @@ def test_a_keeper_whose_books_nobody_can_look_at_any_more_hangs() -> None:
         command = (sys.executable, "-S", "-c", DEADLOCKED)
         keeper = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         try:
-            hang = await keeper_pulse.hang_of(keeper, PATIENCE_S, PATIENCE_S)
+            hang = await keeper_process.hang_of(keeper, PATIENCE_S, PATIENCE_S)
         finally:
             keeper.kill()
             await keeper.wait()
@@ -416,7 +417,7 @@ def test_a_worker_on_its_way_out_is_waited_for_when_all_ends(is_beside_another: 
         if not is_beside_another:
             first.is_gone.set()
         supervisor.left(supervisor.join())
-        while supervisor.seats[0].process is not None:
+        while not isinstance(supervisor.seats[0].state, Waiting):
             await asyncio.sleep(0)
         closing = asyncio.create_task(supervisor.close())
         first.is_gone.set()
@@ -432,7 +433,7 @@ def test_a_keeper_that_has_ended_when_it_is_asked_breaks_nothing() -> None:
     async def scene() -> None:
         keeper = await asyncio.create_subprocess_exec("true", stdin=PIPE, stdout=PIPE)
         await keeper.wait()
-        hang = await keeper_pulse.hang_of(keeper, HEARTBEAT_S, MAX_MISSED * HEARTBEAT_S)
+        hang = await keeper_process.hang_of(keeper, HEARTBEAT_S, MAX_MISSED * HEARTBEAT_S)
         assert hang == "did not answer for 0.03 s, limit: 0.03 s"
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -441,8 +442,7 @@ def test_a_keeper_that_has_ended_when_it_is_asked_breaks_nothing() -> None:
 
 def test_a_worker_whose_settings_no_restart_cures_is_not_started_again() -> None:
     async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
-        await supervisor.refused.wait()
-        assert "`engine.max_seqs` must be at least 1, given: 0" in str(supervisor.refusal)
+        assert "`engine.max_seqs` must be at least 1, given: 0" in str(await supervisor.refusal)
         assert supervisor.seats[0].num_restarts == 0
         assert told == []
 

@@ -21,8 +21,8 @@ import torch
 from hearth.core.beacon import new_beacon_file
 from hearth.core.types import WorkerId
 from hearth.node import template_process, worker_template
+from hearth.node.processes import ending_of
 from hearth.node.template_process import TemplateProcess, start_template
-from hearth.node.worker_ending import ending_of
 from hearth.node.worker_template import ForkedWorker, WorkerTemplate
 from hearth.worker import template
 from tests.node.test_supervisor import PATIENCE_S, setup_of

@@ -56,7 +56,7 @@ def fill_shelf(data: Path, places: Mapping[str, Path]) -> None:
     write_hermes(places["tiny-a"], places["hermes"])
     write_hermes(places["smollm2"], places["smollm2-tools"])
     data_dir = DataDir.open(data)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         for name, place in places.items():
             registry.add(carry_out(DeployOrder(str(place), name), data_dir, lambda *_: None))
 

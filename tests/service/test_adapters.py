@@ -39,7 +39,7 @@ def adapters(service: Service, tmp_path: Path) -> Iterator[Path]:
 def put(service: Service, source: Path, name: str) -> None:
     data_dir = DataDir(service.data_dir)
     order = DeployOrder(str(source), name, base=BASE, overwrite=True)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.replace(carry_out(order, data_dir, lambda *_: None))
 
 

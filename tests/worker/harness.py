@@ -25,7 +25,6 @@ from hearth.core.messages import (
     Challenge,
     DropModel,
     Fact,
-    GuideOrder,
     HostingFailed,
     HostModel,
     KeeperSetup,
@@ -34,14 +33,22 @@ from hearth.core.messages import (
     Ping,
     Pong,
     RunFailed,
-    Sampling,
     StartRequest,
     StepDone,
     WorkerHello,
     WorkerSetup,
 )
 from hearth.core.sizes import StepLimits
-from hearth.core.types import FinishReason, ModelId, Pace, Pooling, PromptReading, SamplingParams, WorkerId
+from hearth.core.types import (
+    FinishReason,
+    GuideSpec,
+    ModelId,
+    Pace,
+    Pooling,
+    PromptReading,
+    SamplingParams,
+    WorkerId,
+)
 from hearth.store.format.manifest import read_manifest
 
 F = TypeVar("F", bound=Fact)
@@ -92,9 +99,9 @@ class Gateway:
         self,
         model: str,
         prompt: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         output: Sequence[int] = (),
-        guide: GuideOrder | None = None,
+        guide: GuideSpec | None = None,
         salt: bytes = b"",
         pace: Pace | None = None,
         pooling: Pooling | None = None,
@@ -212,8 +219,8 @@ def limits_of(config: EngineConfig) -> StepLimits:
     return StepLimits(config.max_batch_tokens, config.max_seqs, config.block_tokens)
 
 
-def greedy(max_tokens: int, **changes: object) -> Sampling:
-    return Sampling.of(SamplingParams(temperature=0.0, max_tokens=max_tokens, **changes), seed=0)  # type: ignore[arg-type] # names of fields
+def greedy(max_tokens: int, **changes: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, **changes)  # type: ignore[arg-type] # names of fields
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from hearth.core.messages import (
     DropModel,
     Fact,
     ForgetAdapter,
-    GuideOrder,
     HoldModel,
     HostingFailed,
     ModelLoaded,
@@ -35,13 +34,12 @@ from hearth.core.messages import (
     Pong,
     RetireModel,
     RunFailed,
-    Sampling,
     Shutdown,
     StartRequest,
     StepDone,
 )
 from hearth.core.sizes import StepLimits
-from hearth.core.types import AdapterId, Hold, ModelId, TokenLogprobs
+from hearth.core.types import AdapterId, GuideSpec, Hold, ModelId, SamplingParams, TokenLogprobs
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.policy.turns.turn_policy import TurnRules
@@ -183,8 +181,8 @@ class LoopGateway:
         self,
         name: str,
         prompt: Sequence[int],
-        sampling: Sampling,
-        guide: GuideOrder | None = None,
+        sampling: SamplingParams,
+        guide: GuideSpec | None = None,
         adapter: AdapterOrder | None = None,
     ) -> int:
         run = next(self._runs)
@@ -203,7 +201,7 @@ class LoopGateway:
             assert not isinstance(fact, HostingFailed | RunFailed), f"{fact}"
         return [self.answers[run] for run in runs]
 
-    def ask(self, name: str, prompt: Sequence[int], sampling: Sampling) -> Answer:
+    def ask(self, name: str, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
         return self.until_ended(self.start(name, prompt, sampling))[0]
 
 

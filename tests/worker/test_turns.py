@@ -21,8 +21,8 @@ from tokenizers import Tokenizer as Backend
 
 from bench.host_pages import HostPages
 from hearth.core.errors import HearthError
-from hearth.core.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling, StartRequest
-from hearth.core.types import Hold, ModelId, TurnEnd
+from hearth.core.messages import HostingFailed, ModelLoaded, StartRequest
+from hearth.core.types import GuideSpec, Hold, ModelId, SamplingParams, TurnEnd
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.engine.intake import Intake
 from hearth.memory.pool import EvictionTermsOf, Pool, Space
@@ -120,7 +120,9 @@ VARIED = [
     greedy(20, ignore_eos=True, logprobs=3),
     greedy(20, ignore_eos=True, logprobs=3, frequency_penalty=0.7, repetition_penalty=1.3),
     greedy(20, ignore_eos=True, logprobs=3, logit_bias={7: 2.0}, presence_penalty=0.4),
-    Sampling(seed=11, temperature=0.9, top_k=40, top_p=0.95, max_tokens=20, ignore_eos=True, logprobs=3),
+    SamplingParams(
+        seed=11, temperature=0.9, top_k=40, top_p=0.95, max_tokens=20, ignore_eos=True, logprobs=3
+    ),
 ]
 
 
@@ -226,7 +228,7 @@ def test_a_grammar_goes_on_after_each_pause(kind: str, tmp_path: Path) -> None:
             - setting.promise(name).workspace_bytes
             - setting.promise(name).standing_bytes,
         )
-        guided = gateway.start("spoken", [3, 14, 15], greedy(40), GuideOrder("json_schema", schema))
+        guided = gateway.start("spoken", [3, 14, 15], greedy(40), GuideSpec("json_schema", schema))
         gateway.until_ended(gateway.start(name, [1, 2, 3], greedy(40, ignore_eos=True)), guided)
 
         assert num_pauses(gateway) > 0
@@ -247,7 +249,7 @@ def test_nobody_waits_for_the_grammar_of_a_request_to_be_compiled(
 
     monkeypatch.setattr("hearth.worker.runs._checked", slowly_checked)
     with taking_turns("arena", tmp_path, [first, second], rules=PATIENT) as gateway:
-        guided = gateway.start(first, [1, 2, 3], greedy(8, ignore_eos=True), GuideOrder("regex", "x*"))
+        guided = gateway.start(first, [1, 2, 3], greedy(8, ignore_eos=True), GuideSpec("regex", "x*"))
         while ModelId(first) not in gateway.in_turn:
             gateway.hear()
         gateway.ask(second, [4, 5, 6], LONG)

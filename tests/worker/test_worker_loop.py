@@ -19,20 +19,18 @@ from hearth import LLM
 from hearth.core.errors import EngineFailed
 from hearth.core.messages import (
     CancelRequest,
-    GuideOrder,
     HostingFailed,
     LoadProgress,
     ModelLoaded,
     Ping,
     Pong,
     RetireModel,
-    Sampling,
     Shutdown,
     StartRequest,
     StepDone,
 )
 from hearth.core.sizes import StepLimits
-from hearth.core.types import FinishReason, Hold, ModelId, Pace, Pooling, SamplingParams
+from hearth.core.types import FinishReason, GuideSpec, Hold, ModelId, Pace, Pooling, SamplingParams
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTerms
 from hearth.store.format.convert import convert
@@ -211,7 +209,7 @@ def test_seeded_sampling_with_logprobs_is_as_offline(gateway: Gateway, model: Pa
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=10, logprobs=2)
     gateway.host("a", model)
     gateway.facts.clear()
-    (run,) = gateway.until_ended(gateway.start("a", PROMPT, Sampling.of(params, seed=7)))
+    (run,) = gateway.until_ended(gateway.start("a", PROMPT, params))
     logprobs = [fact.logprobs for fact in gateway.facts if isinstance(fact, StepDone) and fact.tokens]
 
     assert run.tokens == answer(model, PROMPT, params)
@@ -223,7 +221,7 @@ def test_each_request_of_a_batch_gets_the_logprobs_it_asked_for(gateway: Gateway
     params = [SamplingParams(temperature=0.0, max_tokens=4, logprobs=wish) for wish in wishes]
     gateway.host("a", model)
     gateway.facts.clear()
-    runs = [gateway.start("a", PROMPT, Sampling.of(each, seed=1)) for each in params]
+    runs = [gateway.start("a", PROMPT, each) for each in params]
     gateway.until_ended(*runs)
 
     told: dict[int, set[int | None]] = {run: set() for run in runs}
@@ -238,7 +236,7 @@ def test_embeddings_come_with_the_end_of_their_runs_beside_those_that_are_contin
     gateway: Gateway, model: Path
 ) -> None:
     gateway.host("a", model)
-    nothing = Sampling.of(SamplingParams(temperature=0.0, max_tokens=0), 0)
+    nothing = SamplingParams(temperature=0.0, max_tokens=0)
     runs = [gateway.start("a", PROMPT, nothing, pooling=pooling) for pooling in Pooling]
     last, mean, continued = gateway.until_ended(*runs, gateway.start("a", PROMPT, greedy(8)))
 
@@ -325,7 +323,7 @@ def test_a_request_goes_on_from_what_another_worker_emitted(gateway: Gateway, mo
     whole = answer(model, PROMPT, params)
     gateway.host("a", model)
 
-    runs = [gateway.start("a", PROMPT, Sampling.of(params, seed=11), whole[:cut]) for cut in (1, 7, 15)]
+    runs = [gateway.start("a", PROMPT, params, whole[:cut]) for cut in (1, 7, 15)]
 
     for cut, run in zip((1, 7, 15), gateway.until_ended(*runs), strict=True):
         assert whole[:cut] + run.tokens == whole
@@ -346,9 +344,9 @@ def test_a_guided_answer_is_what_its_schema_says(gateway: Gateway, spoken: Path)
     end = backend.token_to_id("</s>")
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
     gateway.send(host_order("a", spoken, eos_ids=(end,)))
-    guided = gateway.start("a", PROMPT, greedy(40), guide=GuideOrder("json_schema", schema))
+    guided = gateway.start("a", PROMPT, greedy(40), guide=GuideSpec("json_schema", schema))
     free = gateway.start("a", PROMPT, greedy(10))
-    broken = gateway.start("a", PROMPT, greedy(10), guide=GuideOrder("lark", "start: nothing"))
+    broken = gateway.start("a", PROMPT, greedy(10), guide=GuideSpec("lark", "start: nothing"))
     gateway.until_ended(guided, free, broken)
 
     assert json.loads(backend.decode(gateway.runs[guided].tokens)) in ({"a": 1}, {"a": 2})
@@ -384,7 +382,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(
 
 def test_a_request_whose_schema_cannot_be_followed_fails_alone(gateway: Gateway, spoken: Path) -> None:
     kinds = [{"type": "object", "properties": {f"k{i}_{j}": {} for j in range(3)}} for i in range(200)]
-    guide = GuideOrder("json_schema", json.dumps({"anyOf": kinds}))
+    guide = GuideSpec("json_schema", json.dumps({"anyOf": kinds}))
     gateway.send(host_order("a", spoken))
     runs = [gateway.start("a", PROMPT, greedy(40), guide=guide), gateway.start("a", PROMPT, greedy(40))]
 
@@ -404,7 +402,7 @@ def test_a_request_that_panics_while_it_is_checked_gets_its_answer() -> None:
         def request(self, *_: object, **__: object) -> None:
             raise Panic("index out of bounds")
 
-    order = StartRequest(1, ModelId("a"), PROMPT, (), greedy(1), GuideOrder("lark", "start: /a/"))
+    order = StartRequest(1, ModelId("a"), PROMPT, (), greedy(1), GuideSpec("lark", "start: /a/"))
 
     outcome = _checked(PanickingIntake(), order)  # type: ignore[arg-type] # it plays one
 

@@ -62,7 +62,7 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
 
     @routes.get("", summary="List the deployed models")
     async def list_models(request: Request) -> Response:
-        return as_json(gateway.models(caller_of(request)))
+        return as_json(gateway.deployments.models(caller_of(request)))
 
     @routes.get("/{name:path}", summary="Show a deployed model")
     async def show_model(name: str, request: Request, look: bool = False) -> Response:
@@ -70,7 +70,7 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
 
         An answer that is less than 30 s old is used again, unless the caller's key is an admin's.
         """
-        return as_json(await gateway.show(name, caller_of(request), look=look))
+        return as_json(await gateway.deployments.show(name, caller_of(request), look=look))
 
     @routes.post("", summary="Deploy a model or a LoRA adapter", responses=_EVENTS)
     async def deploy(body: DeployBody, request: Request) -> Response:
@@ -81,7 +81,7 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     @routes.delete("/{name:path}", summary="Remove a model or an adapter")
     async def remove(name: str, with_adapters: bool = False) -> Response:
         """A model that has adapters is removed only `with_adapters`; else the answer, 409, names them."""
-        await gateway.remove(name, with_adapters=with_adapters)
+        await gateway.deployments.remove(name, with_adapters=with_adapters)
         return as_json({"removed": name})
 
     @routes.post("/{name:path}/snapshot", summary="Make a snapshot of a model", responses=_EVENTS)
@@ -110,12 +110,12 @@ def service_routes(gateway: Gateway) -> APIRouter:
         responses={503: {"description": "No: it is starting, failing (no worker comes up) or draining."}},
     )
     async def health() -> Response:
-        view = gateway.health()
+        view = gateway.views.health()
         return as_json(view, 200 if view.status == "ok" else 503)
 
     @routes.get("/metrics", summary="Prometheus metrics", response_class=Response, responses=PLAIN_TEXT)
     async def metrics() -> Response:
-        return Response(await gateway.measure(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(await gateway.views.measure(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @routes.get("/livez", summary="Whether the process answers")
     async def live() -> Response:
@@ -128,7 +128,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
         responses={503: {"description": "No: it is starting, failing (no worker comes up) or draining."}},
     )
     async def ready() -> Response:
-        status = gateway.health().status
+        status = gateway.views.health().status
         return as_json({"status": status}, 200 if status == "ok" else 503)
 
     @routes.get("/version", summary="The version of the service")
@@ -138,7 +138,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/hearth/ps", summary="What is resident and running where")
     async def ps() -> Response:
-        return as_json(await gateway.look())
+        return as_json(await gateway.views.look())
 
     @routes.get("/hearth/requests/{request_id:path}", summary="What happened to a request, and why")
     async def explain(request_id: str, request: Request) -> Response:
@@ -151,9 +151,9 @@ def service_routes(gateway: Gateway) -> APIRouter:
         plain = request_id
         for prefix in (CHAT.id_prefix, COMPLETION.id_prefix, ID_PREFIX, MESSAGE_PREFIX):
             plain = plain.removeprefix(prefix)
-        explanation = gateway.explain(plain, caller)
+        explanation = gateway.views.explain(plain, caller)
         if explanation is None and plain != request_id:  # a client's own id may begin like that, too
-            explanation = gateway.explain(request_id, caller)
+            explanation = gateway.views.explain(request_id, caller)
         if explanation is None:
             raise UnknownRequest(
                 f"no request has the id `{request_id:.80}`, or it is too long ago; "

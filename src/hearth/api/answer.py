@@ -23,13 +23,12 @@ from hearth.api.unread_fields import ignored_fields_header
 from hearth.control.keys.key_admission import KeyAdmission
 from hearth.control.requests.caller import Caller
 from hearth.control.requests.generation import AnswerStream
-from hearth.control.requests.prepared_request import PreparedRequest
 from hearth.core.errors import BadPrompt, HearthError, PromptTooLong
 from hearth.text.detokenizer import prompt_text
 from hearth.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
-    from hearth.control.gateway import Gateway
+    from hearth.control.gateway import Gateway, PreparedRequest
 
 #: A comment among server-sent events, and their content type.
 WAITING = b": waiting\n\n"
@@ -58,7 +57,7 @@ class Answer(Response):
         await unless_gone(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._gateway.admit(self._caller) as admission:
+        with self._gateway.admissions.admit(self._caller) as admission:
             await self._answer_admitted(admission, scope, receive, send)
 
     async def _answer_admitted(
@@ -88,7 +87,9 @@ class Answer(Response):
             with self._located(index // num_answers):
                 if num_answers > 1 and index % num_answers == 0:
                     model, max_tokens = request.model, request.sampling.max_tokens
-                    prompt = await self._gateway.encode(model, request.prompt, self._caller, max_tokens)
+                    prompt = await self._gateway.prompts.encode(
+                        model, request.prompt, self._caller, max_tokens
+                    )
                 if prompt is not None:
                     request = replace(request, prompt=prompt, counts_prompt=index % num_answers == 0)
                 if index % num_answers:

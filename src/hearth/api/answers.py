@@ -72,7 +72,7 @@ class Answers:
         """Return the response that answers a conversation; the rest is as in `completion`."""
         _check_pin(body, request)
         caller = caller_of(request)
-        tokenizer = await self._gateway.tokenizer(body.model, caller) if body.uses_tools else None
+        tokenizer = await self._gateway.prompts.tokenizer(body.model, caller) if body.uses_tools else None
         specify = partial(body.answer_spec, dialect, tokenizer)
         return await self._answer(specify, request, ignored_fields, follows)
 

@@ -27,8 +27,7 @@ from hearth.api.unread_fields import (
 )
 from hearth.core.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
 from hearth.core.errors import BadGuide, BadSampling, ConfigError
-from hearth.core.messages import GuideOrder
-from hearth.core.types import MAX_LOGPROBS, MAX_PENALTY, MIN_PENALTY, SamplingParams
+from hearth.core.types import MAX_LOGPROBS, MAX_PENALTY, MIN_PENALTY, GuideSpec, SamplingParams
 from hearth.text.grammar import choice_grammar
 
 #: The largest integer that fits the wire and the device.
@@ -319,7 +318,7 @@ class Body(GenerationBody):
         if self.structured_outputs is not None:
             yield from self.structured_outputs.ignored("structured_outputs.")
 
-    def guide(self) -> GuideOrder | None:
+    def guide(self) -> GuideSpec | None:
         """Return the form that the output is held to; None: any.
 
         Raises:
@@ -342,7 +341,7 @@ class Body(GenerationBody):
             )
         return next(iter(guides.values()), None)
 
-    def _format_guide(self) -> GuideOrder | None:
+    def _format_guide(self) -> GuideSpec | None:
         match self.response_format:
             case ResponseFormat(type="text" | "json_object", json_schema=JsonSchema()):
                 raise BadSampling(
@@ -352,13 +351,13 @@ class Body(GenerationBody):
             case None | ResponseFormat(type="text"):
                 return None
             case ResponseFormat(type="json_object"):
-                return GuideOrder("json_object")
+                return GuideSpec("json_object")
             case ResponseFormat(json_schema=None):
                 raise BadSampling(
                     "`response_format` of type `json_schema` needs `json_schema` with a `schema`, given: none"
                 )
             case ResponseFormat(json_schema=JsonSchema(schema_=schema)):
-                return GuideOrder("json_schema", _schema_text(schema))
+                return GuideSpec("json_schema", _schema_text(schema))
         raise AssertionError(f"unknown response format: {self.response_format!r}")
 
 
@@ -386,19 +385,19 @@ def _guides(
     choice: list[str] | None,
     grammar: str | None,
     is_object: bool | None = False,
-) -> dict[str, GuideOrder]:
+) -> dict[str, GuideSpec]:
     """Return the forms that fields of vLLM ask for, by name behind `prefix`."""
     guides = {}
     if schema is not None:
-        guides[f"{prefix}json"] = GuideOrder("json_schema", _schema_text(schema))
+        guides[f"{prefix}json"] = GuideSpec("json_schema", _schema_text(schema))
     if regex is not None:
-        guides[f"{prefix}regex"] = GuideOrder("regex", regex)
+        guides[f"{prefix}regex"] = GuideSpec("regex", regex)
     if choice is not None:
-        guides[f"{prefix}choice"] = GuideOrder("lark", choice_grammar(choice))
+        guides[f"{prefix}choice"] = GuideSpec("lark", choice_grammar(choice))
     if grammar is not None:
-        guides[f"{prefix}grammar"] = GuideOrder("grammar", grammar)
+        guides[f"{prefix}grammar"] = GuideSpec("grammar", grammar)
     if is_object:
-        guides[f"{prefix}json_object"] = GuideOrder("json_object")
+        guides[f"{prefix}json_object"] = GuideSpec("json_object")
     return guides
 
 

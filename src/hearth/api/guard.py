@@ -132,7 +132,7 @@ class Guard:
                 "`x-api-key: KEY` with one that `hearth keys add` made"
             )
         _note_caller(scope, caller)
-        exchange_of(scope).rate_status = partial(self._gateway.rate_status, caller)
+        exchange_of(scope).rate_status = partial(self._gateway.admissions.status, caller)
         needed = _needed_role(scope)
         if not caller.has_role(needed):
             return Forbidden(

@@ -90,21 +90,21 @@ def tokenize_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     @routes.post("/tokenize", summary="Turn a text or a conversation into tokens")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         caller = caller_of(request)
-        with gateway.admit(caller):
-            tokenizer = await gateway.tokenizer(body.model, caller)
+        with gateway.admissions.admit(caller):
+            tokenizer = await gateway.prompts.tokenizer(body.model, caller)
             asked: Callable[[], str | ChatPrompt] = partial(body.asked, tokenizer)
             prompt = await off_loop_if_large(request, asked)
-            tokens = await gateway.tokenize(body.model, prompt, caller, body.add_special_tokens)
+            tokens = await gateway.prompts.tokenize(body.model, prompt, caller, body.add_special_tokens)
             names = await _names(tokenizer, tokens) if body.return_token_strs else None
-            max_context = gateway.model(body.model, caller).max_context
+            max_context = gateway.deployments.model(body.model, caller).max_context
         told = {"count": len(tokens), "max_model_len": max_context, "tokens": tokens, "token_strs": names}
         return as_json(told, headers=answers.count_ignored(body.ignored_fields))
 
     @routes.post("/detokenize", summary="Turn tokens into a text")
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         caller = caller_of(request)
-        with gateway.admit(caller):
-            text = await gateway.detokenize(body.model, body.tokens, caller)
+        with gateway.admissions.admit(caller):
+            text = await gateway.prompts.detokenize(body.model, body.tokens, caller)
         return as_json({"prompt": text}, headers=answers.count_ignored(body.ignored_fields))
 
     return routes

@@ -97,7 +97,7 @@ class _Visitor:
                 _first_answer(client)
         except Exception as error:  # the thread's top: whatever it is, the command ends with it
             self._error = error
-        if gateway.health().status == "draining":  # Ctrl-C was faster: it ends by itself
+        if gateway.views.health().status == "draining":  # Ctrl-C was faster: it ends by itself
             if self._error is not None:
                 self._error = typer.Exit(INTERRUPTED)
         elif self._once or self._error is not None:

@@ -29,7 +29,7 @@ def views(data_dir: Path) -> list[ModelView]:
     """Return the models of a data directory; a directory that is not there has none, and is not made."""
     if not DataDir(data_dir).has_registry:
         return []
-    with Registry.open(DataDir.open(data_dir)) as registry:
+    with Registry(DataDir.open(data_dir)) as registry:
         catalog = _catalog(registry)
         return [catalog.view(entry) for entry in (*catalog.entries(), *catalog.adapters())]
 
@@ -41,7 +41,7 @@ def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
     """
     if not DataDir(data_dir).has_registry:
         Names([], {}).resolve(name)
-    with Registry.open(DataDir.open(data_dir)) as registry:
+    with Registry(DataDir.open(data_dir)) as registry:
         catalog = _catalog(registry)
         entry = catalog.find(name)
         view = catalog.view(entry)
@@ -67,7 +67,7 @@ def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[
     """Return a note on each table of the configuration whose model is not deployed. Raises ConfigError."""
     deployed: list[Deployed | DeployedAdapter] = []
     if DataDir(data_dir).has_registry:
-        with Registry.open(DataDir.open(data_dir)) as registry:
+        with Registry(DataDir.open(data_dir)) as registry:
             deployed = [*registry.all(), *registry.adapters()]
     return [
         f"the settings in [models.{name}] are not used, for no model of that name is deployed: {hint}"
@@ -82,7 +82,7 @@ def remove(data_dir: Path, name: str, *, with_adapters: bool = False) -> None:
     if not DataDir(data_dir).has_registry:
         raise Names([], {}).unknown(name)
     opened = DataDir.open(data_dir)
-    with Registry.open(opened) as registry:
+    with Registry(opened) as registry:
         for location in registry.remove(name, with_adapters=with_adapters):
             remove_files(location, opened)
         collect_snapshots(opened, registry)
@@ -103,7 +103,7 @@ def deploy(
 
     opened = DataDir.open(data_dir)
     order = DeployOrder(source, name, dtype, quant, resolve(ServiceConfig()).kind, overwrite, base)
-    with Registry.open(opened) as registry, closing(deploying_here(order, opened)) as events:
+    with Registry(opened) as registry, closing(deploying_here(order, opened)) as events:
         for event in events:
             if isinstance(event, DeployDone):
                 registered = register(event.deployed, overwrite, registry, opened)

@@ -78,7 +78,9 @@ async def _serve(
 
         server = http_server(gateway, service, max_open_files)
         url = _url_of(listener)
-        announced = ServiceFile(os.getpid(), url, gateway.instance_id, str(gateway.keys.path.absolute()))
+        announced = ServiceFile(
+            os.getpid(), url, gateway.views.instance_id, str(gateway.keys.path.absolute())
+        )
         data_dir.announce(announced, gateway.admin_token)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         log.info(
@@ -131,7 +133,7 @@ def _raise_open_files() -> int:
 
 
 async def _drain(gateway: Gateway, signals: asyncio.Queue[int], drain_s: float) -> None:
-    log.info("draining running=%d limit_s=%g", gateway.ps().num_running, drain_s)
+    log.info("draining running=%d limit_s=%g", gateway.views.ps().num_running, drain_s)
     drained = asyncio.create_task(gateway.drain())
     again = asyncio.create_task(signals.get())
     await asyncio.wait((drained, again), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,20 +1,20 @@
-"""The data directory: where the service keeps everything, and which service uses it now. Reads no model.
+"""The data directory: all files of the service, and which service uses it now. Reads no model.
 
 VERSION             of this layout
 registry.db         deployed models (`registry.py`)
 keys.json           API keys (`keys.py`)
-usage.json          how much was asked with each of them (`key_usage.py`)
+usage.json          usage by key (`key_usage.py`)
 models/ chunks/     the store's: converted models, chunks from object storage
-hashes/             the store's: what this machine found of files that it has checked
+hashes/             the store's: digests of files that this machine has verified
 downloads/          checkpoints on their way to models/
 kernels/            compiled kernels (`kernels/kernel_cache.py`)
-snapshots/          what starts of models need, and the key that it is authenticated by (`snapshot/`)
+snapshots/          snapshots of models, and the key that authenticates them (`snapshot/`)
 logs/               of the service, its processes and its events
-run/lock            held by the running service; a dead one holds nothing
-run/deploying       held by deployments under way
+run/lock            held by the running service; released by the kernel when it dies
+run/deploying       held by running deployments
 run/lending         held by a keeper while it makes its socket
-run/service.json    where it can be reached and how it is recognised; means nothing while the lock is free
-run/admin_token     lets commands of the directory's owner in
+run/service.json    the service's address and instance; valid only while the lock is held
+run/admin_token     authenticates commands of the directory's owner
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hearth.core.errors import DataDirError
 #: Of the layout and of the models in it. A directory of any other version is refused.
 VERSION = 2
 
-#: Whoever looks for a running service holds the lock for microseconds; a service that starts tries again.
+#: A command that looks for a service holds the lock for microseconds: a starting service tries again.
 _LOCK_TRIES, _LOCK_DELAY_S = 10, 0.05
 
 
@@ -48,15 +48,31 @@ class ServiceFile:
     keys_path: str  #: the file of the API keys that it asks for, which need not exist
 
 
-@dataclass(frozen=True, slots=True)
 class DataDir:
-    """The paths of a data directory, and its lock."""
+    """The paths of a data directory, and its lock. Immutable."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.registry_path = path / "registry.db"
+        self.keys_path = path / "keys.json"
+        self.usage_path = path / "usage.json"
+        self.models_path = path / "models"
+        self.downloads_path = path / "downloads"
+        self.kernels_path = path / "kernels"
+        self.snapshots_path = path / "snapshots"
+        self.logs_path = path / "logs"
+        self.log_path = self.logs_path / "service.log"
+        self.access_log_path = self.logs_path / "access.log"
+        self.journal_path = self.logs_path / "events.jsonl"
+        self.run_path = path / "run"
+        self._lock_path = self.run_path / "lock"
+        self._service_path = self.run_path / "service.json"
+        self._admin_token_path = self.run_path / "admin_token"
+        self._version_path = path / "VERSION"
 
     @staticmethod
     def open(path: str | Path) -> DataDir:
-        """Open the directory, which is made where there is none, for its owner alone.
+        """Open the directory; a missing one is created, for its owner alone.
 
         Raises:
             DataDirError: the directory has another format version, or cannot be used.
@@ -65,19 +81,14 @@ class DataDir:
         with _translated(data_dir.path):
             data_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             data_dir._check_version()
-            for part in (
-                data_dir.models_path,
-                data_dir.downloads_path,
-                data_dir.logs_path,
-                data_dir.run_path,
-            ):
-                part.mkdir(mode=0o700, exist_ok=True)
+            for part in ("models", "downloads", "logs", "run"):
+                (data_dir.path / part).mkdir(mode=0o700, exist_ok=True)
         return data_dir
 
     @staticmethod
     @contextmanager
     def hold(path: str | Path) -> Iterator[DataDir]:
-        """Hold the directory for one service alone, until the context or the process ends, however it does.
+        """Hold the directory for one service alone, until the context or the process ends.
 
         Raises:
             DataDirError: another service runs on it, or see `open`.
@@ -100,7 +111,7 @@ class DataDir:
             os.close(lock)
 
     def announce(self, service: ServiceFile, admin_token: str) -> None:
-        """Write down where the service can be reached, so that others on this machine find it."""
+        """Write the service's address, so that commands on this machine find it."""
         with _translated(self.path):
             write_private(self._admin_token_path, admin_token)
             write_private(self._service_path, json.dumps(asdict(service)))
@@ -111,7 +122,7 @@ class DataDir:
                 path.unlink(missing_ok=True)
 
     def read_admin_token(self) -> str | None:
-        """Return the token of the service that has announced itself; None: it has ended meanwhile."""
+        """Return the token of the running service; None: it has ended."""
         with _translated(self.path):
             try:
                 return self._admin_token_path.read_text(encoding="utf-8")
@@ -119,74 +130,10 @@ class DataDir:
                 return None
 
     @property
-    def registry_path(self) -> Path:
-        return self.path / "registry.db"
-
-    @property
     def has_registry(self) -> bool:
-        """True if a model was ever deployed there. Raises DataDirError: it cannot be looked at."""
+        """True if a model was ever deployed there. Raises DataDirError: it cannot be read."""
         with _translated(self.path):
             return self.registry_path.exists()
-
-    @property
-    def keys_path(self) -> Path:
-        return self.path / "keys.json"
-
-    @property
-    def usage_path(self) -> Path:
-        return self.path / "usage.json"
-
-    @property
-    def models_path(self) -> Path:
-        return self.path / "models"
-
-    @property
-    def downloads_path(self) -> Path:
-        return self.path / "downloads"
-
-    @property
-    def kernels_path(self) -> Path:
-        return self.path / "kernels"
-
-    @property
-    def snapshots_path(self) -> Path:
-        return self.path / "snapshots"
-
-    @property
-    def logs_path(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def log_path(self) -> Path:
-        return self.logs_path / "service.log"
-
-    @property
-    def access_log_path(self) -> Path:
-        return self.logs_path / "access.log"
-
-    @property
-    def run_path(self) -> Path:
-        return self.path / "run"
-
-    @property
-    def journal_path(self) -> Path:
-        return self.logs_path / "events.jsonl"
-
-    @property
-    def _lock_path(self) -> Path:
-        return self.run_path / "lock"
-
-    @property
-    def _service_path(self) -> Path:
-        return self.run_path / "service.json"
-
-    @property
-    def _admin_token_path(self) -> Path:
-        return self.run_path / "admin_token"
-
-    @property
-    def _version_path(self) -> Path:
-        return self.path / "VERSION"
 
     def _check_version(self) -> None:
         if not self._version_path.exists():
@@ -201,16 +148,16 @@ class DataDir:
 
 
 def running_service(path: str | Path) -> ServiceFile | None:
-    """Return the service that runs on the directory and can be reached; None while there is none."""
+    """Return the service that runs on the directory and can be reached; None: there is none."""
     data_dir = DataDir(Path(path).expanduser().absolute())
     return _read_service(data_dir) if is_held(path) else None
 
 
 def is_held(path: str | Path) -> bool:
-    """True if a service has the directory, also one that starts or ends and cannot be reached.
+    """True if a service holds the directory, also one that starts or ends and cannot be reached.
 
     Raises:
-        DataDirError: it cannot be looked into, such as another user's.
+        DataDirError: the directory cannot be read, such as another user's.
     """
     data_dir = DataDir(Path(path).expanduser().absolute())
     with _translated(data_dir.path):
@@ -218,7 +165,7 @@ def is_held(path: str | Path) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """True while a process holds the lock file alone; one that is not there is nobody's. Raises OSError."""
+    """True while a process holds the lock file exclusively. Raises OSError."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -233,7 +180,7 @@ def is_locked(path: Path) -> bool:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file, at once and for its owner's eyes only."""
+    """Replace a file atomically, readable by its owner only."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -290,14 +237,14 @@ def _translated(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = _owner_s_word(path) if isinstance(error, PermissionError) else "check it"
+        remedy = _permission_remedy(path) if isinstance(error, PermissionError) else "check it"
         raise DataDirError(
             f"the data directory `{path}` cannot be used: {error}; {remedy}, or choose another: `--data-dir`"
         ) from error
 
 
-def _owner_s_word(path: Path) -> str:
-    """Say what to do where permission is denied: mostly the directory is that of the service's user."""
+def _permission_remedy(path: Path) -> str:
+    """Return the remedy for a denied permission: mostly the directory belongs to the service's user."""
     with suppress(OSError, KeyError):  # it cannot be looked at either, or its owner has no name
         if path.stat().st_uid != os.geteuid():
             return f"run this as its owner, like `sudo -u {path.owner()} hearth ...`"

@@ -1,11 +1,9 @@
-"""The live driver of the brain: turns what happens into events and what is ordered into messages to workers.
+"""The live driver of the brain: turns facts and requests into events, and actions into orders to workers.
 
-All decisions are the brain's, and all that is written down of them is the observer's. Everything here runs on
-the event loop.
+All decisions are the brain's. Everything here runs on the event loop.
 
-Tokens first, books later: brain, journal and observer are told of the requests that end in a step when its
-tokens have been sent, or the clients of all would wait for the books of all. Whatever else happens is told
-behind that, so that the brain sees everything in the order in which it happened.
+Tokens first, books later: requests that end in a step are told to brain, journal and observer only after the
+step's tokens were sent. Every other event is posted behind those, so the brain sees events in order.
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ _ERRORS: dict[RejectReason, type[HearthError]] = {
     RejectReason.MODEL_REMOVED: errors.UnknownModel,
 }
 
-#: Makes the order to host a model: of the brain's order and a number of this stay.
+#: Makes the order to host a model, from the brain's action and the number of the stay.
 HostOrder = Callable[[events.LoadModel, int], messages.HostModel]
-#: Returns what a worker that joins has to prepare for.
+#: Returns the models that a new worker prepares for.
 PrepareOrders = Callable[[], list[messages.PrepareModel]]
-#: Is handed every event with the actions that followed, before they are carried out.
+#: Called with every event and its actions, before they are carried out.
 Sink = Callable[[Event, Sequence[Action]], None]
 
 
@@ -63,7 +61,7 @@ class HostingStay:
 
 @dataclass(frozen=True, slots=True)
 class _FinishedRequest:
-    """A request whose client has its last token, and of which the brain does not know it yet."""
+    """A request whose client has its last token, before the brain is told."""
 
     at_s: float
     request: ActiveRequest
@@ -72,7 +70,7 @@ class _FinishedRequest:
 
 
 class Driver:
-    """The one task that owns the fleet. Mutable; used on the event loop alone."""
+    """Owns the fleet. Mutable; used on the event loop alone."""
 
     def __init__(
         self,
@@ -90,12 +88,12 @@ class Driver:
         self._host_order, self._prepare_orders = host_order, prepare_orders
         self._sinks: list[Sink] = [observer.observe]
         self._links: dict[WorkerId, WorkerLink] = {}
-        #: The number of each stay of a model on a worker, by which facts of an earlier one are told apart.
+        #: The number of each stay of a model on a worker. Facts of an earlier stay have another number.
         self._hostings: dict[tuple[WorkerId, ModelId], int] = {}
         self._answered: set[tuple[WorkerId, ModelId]] = set()  #: stays in which tokens were made
         self._numbers = itertools.count(1)
-        #: Why a model failed last, as the label of an error, until it is removed. The brain's message of it
-        #: outlives a load: requests are refused for it until the model has served one.
+        #: Why a model failed last, as the label of an error, until it is removed. Requests are refused for it
+        #: until the model has served one.
         self._failures: dict[ModelId, str] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._finished: deque[_FinishedRequest] = deque()  #: each is in `requests` until it is booked
@@ -105,7 +103,7 @@ class Driver:
         return time.monotonic()  # the loop's own clock counts whole milliseconds
 
     def close(self) -> None:
-        """Wake up no more: the journal is closed next."""
+        """Stop the timer. Call it before the journal is closed."""
         self.book_finished()
         if self._timer is not None:
             self._timer.cancel()
@@ -115,7 +113,7 @@ class Driver:
 
     # Requests.
 
-    def start(self, request: ActiveRequest, max_tokens: int | None, keep_alive_s: float | None) -> None:
+    def start(self, request: ActiveRequest, keep_alive_s: float | None) -> None:
         """Take a request. If it is refused at once, its stream has an error when this returns."""
         self.book_finished()
         self.requests.add(request)
@@ -123,8 +121,12 @@ class Driver:
         adapter = None if order is None else events.WantedAdapter(order.adapter, request.adapter_bytes)
         self.post(
             events.RequestArrived(
-                *(self.now_s, request.request_id, request.model, len(request.prompt)),
-                *(max_tokens, keep_alive_s),
+                now_s=self.now_s,
+                request_id=request.request_id,
+                model=request.model,
+                num_prompt_tokens=len(request.prompt),
+                max_tokens=request.sampling.max_tokens,
+                keep_alive_s=keep_alive_s,
                 digest=request.digest,
                 is_batch=request.pace.is_batch,
                 adapter=adapter,
@@ -134,7 +136,7 @@ class Driver:
             self._observer.waits(request.request_id, reason)
 
     def cancel(self, request_id: RequestId) -> None:
-        """End a request whose client is gone. Ending twice is harmless."""
+        """End a request whose client is gone. Cancelling twice is harmless."""
         self.book_finished()
         request = self.requests.by_id.get(request_id)
         if request is not None:
@@ -158,7 +160,7 @@ class Driver:
             self._observer.ended(at_s, request.request_id, outcome, error)
 
     def book_finished(self) -> None:
-        """Tell the brain of all requests that have ended, before anything else is told to it."""
+        """Tell the brain of all requests that have ended, before any other event."""
         if self._finished:
             try:
                 self._book_all_finished()
@@ -176,18 +178,18 @@ class Driver:
     # Events and actions.
 
     def post(self, event: Event) -> None:
-        """Tell the brain what happened and carry out what it orders. An error in that ends the process."""
+        """Tell the brain what happened and carry out its actions. An exception ends the process."""
         try:
             self.book_finished()
             self._post(event)
-        except Exception as error:  # books that are half changed would leave requests without an end
+        except Exception as error:  # half-changed books would leave requests without an end
             end_process("driver", error)
 
     def _post(self, event: Event) -> None:
         actions: list[Action] = []
         try:
             actions = step(self.fleet, event)
-        finally:  # The event that breaks the brain is the one that somebody will look for.
+        finally:  # record also the event that breaks the brain
             self._journal.record(event, actions)
         if self._journal.must_rotate:
             self._journal.rotate(self.fleet)
@@ -235,8 +237,13 @@ class Driver:
         self._send(
             order.worker,
             messages.StartRequest(
-                *(run, order.model, request.prompt, tuple(request.emitted), request.sampling),
-                *(request.salt, request.guide),
+                run=run,
+                model=order.model,
+                prompt=request.prompt,
+                output=tuple(request.emitted),
+                sampling=request.sampling,
+                salt=request.salt,
+                guide=request.guide,
                 pace=request.pace,
                 age_s=self.now_s - request.arrived_s,
                 pooling=request.pooling,
@@ -268,7 +275,7 @@ class Driver:
             link.send(order)
 
     def ready_stay(self, model: ModelId) -> HostingStay | None:
-        """Return a stay of a model that is all on a worker; None: it is on none."""
+        """Return a stay of a model that is loaded completely; None: there is none."""
         for replica in self.fleet.replicas():
             if replica.model.name == model and replica.is_ready:
                 return HostingStay(replica.worker.name, self._hostings[replica.worker.name, model])
@@ -277,17 +284,16 @@ class Driver:
     # Workers.
 
     def prepare(self, order: messages.PrepareModel) -> None:
-        """Have all workers prepare for a model that was deployed just now."""
+        """Have all workers prepare for a newly deployed model."""
         for worker in self._links:
             self._send_prepare(worker, order)
 
     def forget_adapter(self, adapter: AdapterId) -> None:
-        """Have all workers give back the memory of an adapter that was removed."""
+        """Have all workers free the memory of a removed adapter."""
         for worker in self._links:
             self._send(worker, messages.ForgetAdapter(adapter))
 
     def adapters_deployed(self) -> None:
-        """Note that models have adapters which they had not before."""
         self._snapshots.adapters_deployed()
 
     def _send_prepare(self, worker: WorkerId, order: messages.PrepareModel) -> None:
@@ -300,24 +306,25 @@ class Driver:
         self._snapshots.joined(hello.worker, link)
         self.post(
             events.WorkerJoined(
-                *(self.now_s, hello.worker, hello.kind, hello.budget_bytes), hello.shares_workspace
+                now_s=self.now_s,
+                worker=hello.worker,
+                kind=hello.kind,
+                budget_bytes=hello.budget_bytes,
+                shares_workspace=hello.shares_workspace,
             )
         )
         for order in self._prepare_orders():
             self._send_prepare(hello.worker, order)
 
     def receive(self, decoded: DecodedFact | DecodedLate) -> None:
-        """Take a worker's next fact or the end of its connection, in the order in which they were sent.
-
-        Or the text of a token that came with an earlier one.
-        """
+        """Take a worker's next fact, the end of its connection, or late text, in the order sent."""
         self.book_finished()
         try:
             if isinstance(decoded, DecodedLate):
                 self._receive_late(decoded)
             else:
                 self._receive(decoded)
-        except Exception as error:  # books that are half changed would leave requests without an end
+        except Exception as error:  # half-changed books would leave requests without an end
             end_process("driver", error)
 
     def _receive(self, decoded: DecodedFact) -> None:
@@ -337,8 +344,9 @@ class Driver:
                 if self._hostings.get((worker, fact.model)) == fact.hosting:  # else it was evicted meanwhile
                     self._load_changed(now_s, worker, fact)
             case messages.SnapshotLooked() | messages.SnapshotProgress() | messages.SnapshotMade():
-                is_current = self._hostings.get((worker, fact.model)) == fact.hosting
-                self._snapshot_changed(worker, fact, is_current=is_current)
+                if fact.model in self.fleet.models or not isinstance(fact, messages.SnapshotLooked):
+                    is_current = self._hostings.get((worker, fact.model)) == fact.hosting
+                    self._snapshots.receive(worker, fact, is_current=is_current)
             case messages.AdapterLoaded(runs=runs):
                 by_run = self.requests.by_run
                 waited = [by_run[run].request_id for run in runs if run in by_run]
@@ -449,27 +457,6 @@ class Driver:
                 self.requests.detach(worker, model)
                 self.post(events.ModelFailed(now_s, worker, model, fact.reason))
 
-    def _snapshot_changed(
-        self,
-        worker: WorkerId,
-        fact: messages.SnapshotLooked | messages.SnapshotProgress | messages.SnapshotMade,
-        *,
-        is_current: bool,
-    ) -> None:
-        """Pass on news of a snapshot. Not `is_current`: the model was evicted meanwhile, or is gone."""
-        match fact:
-            case messages.SnapshotLooked():
-                if fact.model in self.fleet.models:  # also if not current: a later stay may keep its engine
-                    self._snapshots.looked(worker, fact)
-            case messages.SnapshotProgress():
-                if is_current:
-                    self._snapshots.progressed(worker, fact)
-            case messages.SnapshotMade():
-                if is_current:
-                    self._snapshots.made(worker, fact)
-                else:
-                    self._snapshots.made_late(worker, fact)
-
     def _worker_lost(self, now_s: float, worker: WorkerId, link: WorkerLink) -> None:
         del self._links[worker]
         self._pools.lost(worker)
@@ -486,5 +473,4 @@ class Driver:
         self.post(events.WorkerLost(now_s, worker, culprit, has_answered, reason, in_step))
 
     def _request_ids(self, runs: Sequence[int]) -> tuple[RequestId, ...]:
-        """Return the requests of runs that are still under way."""
         return tuple(self.requests.by_run[run].request_id for run in runs if run in self.requests.by_run)

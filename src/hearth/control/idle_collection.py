@@ -1,4 +1,4 @@
-"""Collect garbage in the gateway when no request has run for a while, see `system/garbage.py`."""
+"""Collects garbage in the gateway when it has been idle for a while, see `system/garbage.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class IdleCollection:
         self._timer: asyncio.TimerHandle | None = None
 
     def exchange_ended(self, _record: ExchangeRecord) -> None:
-        """Have it looked, when none has ended for a while, whether garbage should be collected."""
+        """Collect garbage if no exchange ends for a while."""
         loop = asyncio.get_running_loop()
         self._ended_s = loop.time()
         if self._timer is None:  # one for all that end meanwhile

@@ -1,16 +1,16 @@
-"""The journal of the brain's events on disk, and its replay. Decides nothing and knows no clock.
+"""The journal of the brain's events on disk, and its replay. Decides nothing and reads no clock.
 
 JSON lines. The first holds the version and the configuration of the brain, each other one an event with the
 actions that followed, both under their tags:
 
     {"event": ["RequestArrived", {"now_s": 12.5, ...}], "actions": [["Dispatch", {...}]]}
 
-`replay` runs the events through a new fleet and demands the very same actions: the proof that whatever else
-drives the brain, a simulator or a test, runs the policy that was live.
+`replay` runs the events through a new fleet and demands the same actions: the proof that a simulator or a
+test runs the policy that was live.
 
-A file that has taken half of the journal's bytes is set aside for the next one, whose first line also holds
-the facts of the fleet (`FleetState`): its events are replayed from there, and what happened last is always on
-disk. So is one that the disk would not take: the next one begins when the disk does again.
+A file that has reached half of the journal's size is set aside. The next file's first line also holds the
+state of the fleet (`FleetState`), from which its events are replayed. If the disk is full, the next file
+begins when it has room again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from hearth.policy.fleet.fleet_state import FleetState, restore, save
 
 log = logging.getLogger(__name__)
 
-#: Raise it when a change makes older journals unreadable: a tag is gone, or a new field has no default.
+#: Raise it when older journals become unreadable: a tag is gone, or a new field has no default.
 VERSION = 9
 
-#: Between two tries to go on after the disk took no more, by the times of events.
+#: Between two tries after the disk was full, by the times of events.
 RETRY_S = 60.0
 
 #: The names of events and actions in a journal. To rename a class, keep its old tag here.
@@ -49,10 +49,9 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Journal:
-    """The file of events, and the one before. Mutable; written by the driver alone.
+    """The file of events, and the one before; together they take `max_bytes`. Mutable; written by the driver.
 
-    Both together take `max_bytes`. Recording ends, logged once, where that is too little for a snapshot, and
-    while the disk takes no more: the service matters more.
+    Recording stops, logged once, while the disk is full, or if `max_bytes` is too small for a snapshot.
     """
 
     def __init__(self, path: Path, config: BrainConfig, max_bytes: int) -> None:
@@ -81,22 +80,20 @@ class Journal:
 
     @property
     def must_rotate(self) -> bool:
-        """True if the file has its half of the bytes, the other half being that of the file before; or if it
-        is time to see whether a disk that took no more does so again.
-        """
+        """True if the file has reached half of `max_bytes`, or if it is time to try a full disk again."""
         if self.is_stopped:
             return self._now_s >= self._retry_s
         return self._num_bytes >= self._max_bytes // 2
 
     @property
     def note(self) -> str | None:
-        """Say why nothing is recorded; None: it is."""
+        """Why nothing is recorded; None: it is."""
         return f"the journal `{self.path}` has stopped: {self._why_stopped}" if self.is_stopped else None
 
     def rotate(self, fleet: Fleet) -> None:
-        """Set the file aside and begin the next one with the fleet, to which all that was recorded happened.
+        """Set the file aside and begin the next one with the state of the fleet.
 
-        That took 140 ms for 2,000 loaded models with a request each, and is due every 400,000 events or so.
+        It took 140 ms for 2,000 loaded models with a request each, and is due every 400,000 events or so.
         """
         header = _infinite_json(_JournalHeader(VERSION, self._config, save(fleet)))
         if len(header) > self._max_bytes // 4:  # or it would be time for the next one before long
@@ -126,7 +123,7 @@ class Journal:
 
     @contextmanager
     def flushing_once(self) -> Iterator[None]:
-        """Have what is recorded meanwhile reach the system together, at the end."""
+        """Flush what is recorded in this context once, at its end."""
         self._flushes_each = False
         try:
             yield
@@ -172,8 +169,6 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class _JournalHeader:
-    """The first line of a file."""
-
     version: int
     config: BrainConfig
     fleet: FleetState | None = None  #: before the first event of this file; None: a new one
@@ -181,8 +176,6 @@ class _JournalHeader:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The outcome of a replay."""
-
     num_events: int  #: that were replayed
     first_difference: str | None  #: None: every action was the same
     is_torn: bool  #: the last line was cut short, as by a crash
@@ -191,7 +184,7 @@ class Replay:
 def replay(path: Path) -> Replay:
     """Run the events of a file through a new fleet, or that of its snapshot, until the first difference.
 
-    There is none if the policy is the one that was live; one that decides otherwise by now differs.
+    There is none if the policy is the one that was live.
 
     Raises:
         DataDirError: it is no journal, one of another version, or a line is damaged.
@@ -223,12 +216,12 @@ def decode(line: bytes) -> tuple[Event, list[Action]]:
 
 
 def previous(path: Path) -> Path:
-    """Return where the file before lies: `events.1.jsonl` for `events.jsonl`."""
+    """Return the path of the file before: `events.1.jsonl` for `events.jsonl`."""
     return path.with_name(f"{path.stem}.1{path.suffix}")
 
 
 def _next_file(path: Path, header: bytes) -> BinaryIO:
-    """Begin a file, and only once its first line is on disk set the one aside that is there."""
+    """Begin a file; the present one is set aside only when the new one's first line is on disk."""
     beginning = path.with_name(f".{path.name}")
     try:
         file = beginning.open("wb")
@@ -253,7 +246,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _first_fleet(path: Path, line: bytes) -> Fleet:
-    """Return the fleet that the first event of a file happened to."""
+    """Return the fleet before the first event of a file."""
     try:
         values = json.loads(line)
         version = values["version"]
@@ -273,7 +266,7 @@ def _damaged(path: Path, number: int, error: Exception) -> DataDirError:
 
 
 def _is_infinite(event: Event) -> bool:
-    """True if an event holds an infinite number, which msgspec would write as null. No action ever does."""
+    """True if an event holds an infinite number, which msgspec would write as null. No action does."""
     match event:
         case RequestArrived():
             return event.keep_alive_s == math.inf
@@ -284,5 +277,5 @@ def _is_infinite(event: Event) -> bool:
 
 
 def _infinite_json(value: object) -> bytes:
-    """Return JSON in which infinite numbers survive; slower than msgspec."""
+    """Return JSON that keeps infinite numbers; slower than msgspec."""
     return json.dumps(msgspec.to_builtins(value), separators=(",", ":")).encode()

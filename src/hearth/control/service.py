@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from hearth.control.datadir import DataDir
-from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.deploy.deploy import clear_snapshots, collect, collect_snapshots
 from hearth.control.deploy.deployments import Deployments
@@ -22,20 +21,21 @@ from hearth.control.driver import Driver
 from hearth.control.gateway import Gateway
 from hearth.control.idle_collection import IdleCollection
 from hearth.control.journal import Journal
+from hearth.control.keeper_reports import KeeperReports
 from hearth.control.keys.key_admission import KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys, is_loopback
 from hearth.control.observe.access_log import LINE_FORMATS, AccessLog
 from hearth.control.observe.exchange_record import ExchangeRecord
-from hearth.control.observe.host_reports import HostReports
 from hearth.control.observe.log_rotation import LogRotation
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
+from hearth.control.observe.service_views import ServiceViews
 from hearth.control.observe.tracing import Tracing, tracing_of
 from hearth.control.requests.fact_decoder import FactDecoder
+from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.tokenization import PromptEncoder
-from hearth.control.residency import ResidencyReporter
 from hearth.control.snapshots import Snapshots
 from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
@@ -43,7 +43,8 @@ from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.core.types import Pace, WorkerId
 from hearth.node.devices import Devices
 from hearth.node.process_log import ProcessLog, logs_to_stderr
-from hearth.node.supervisor import Supervisor, Vigilance, seat_index
+from hearth.node.processes import Vigilance
+from hearth.node.supervisor import Supervisor, seat_index
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_link import WorkerLink
 from hearth.node.worker_template import WorkerTemplate
@@ -62,9 +63,9 @@ log = logging.getLogger(__name__)
 async def running(
     config: HearthConfig, data_dir: DataDir, devices: Devices, first_template: TemplateProcess | None = None
 ) -> AsyncIterator[Gateway]:
-    """Run a service: yields a gateway whose workers are starting. Nothing keeps running afterwards.
+    """Run a service: yields a gateway whose workers are starting. Everything ends with the context.
 
-    `first_template`: one that was started before, which is the service's now.
+    `first_template`: a template process that was started before; the service owns it from here.
 
     Raises:
         HearthError: something that the configuration asks for cannot be had.
@@ -76,12 +77,15 @@ async def running(
     async with AsyncExitStack() as stack:
         if isinstance(tracing, Tracing):
             stack.push_async_callback(tracing.close)
-        registry = Registry.open(data_dir, LOOP_WAIT_S)
+        registry = Registry(data_dir, LOOP_WAIT_S)
         stack.callback(registry.close)
         collect(data_dir, registry)
         collect_snapshots(data_dir, registry, config.store.snapshot_bytes)
         catalog = Catalog(
-            *(registry, config.models, config.engine, service.keep_alive),
+            registry,
+            config.models,
+            config.engine,
+            service.keep_alive,
             kind=devices.kind,
             budget_bytes=service.memory_bytes,
             pace=Pace(service.first_token_target, service.pace, service.max_pause),
@@ -101,11 +105,14 @@ async def running(
             log.warning("fallback snapshots=off reason=`%s`", obstacle.replace("`", ""))
             metrics.fallbacks.labels("snapshots").inc()
         snapshots = Snapshots(
-            *(metrics, obstacle, catalog.bases, partial(clear_snapshots, data_dir)),
+            metrics,
+            obstacle,
+            catalog.bases,
+            partial(clear_snapshots, data_dir),
             is_off=not config.store.snapshot_bytes,
         )
         driver = Driver(
-            *(Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders)
+            Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders
         )
         stack.callback(driver.close)
         decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)
@@ -154,59 +161,57 @@ async def running(
         )
         receiver.supervisor = supervisor
         stack.push_async_callback(supervisor.close)
-        # While the imports of workers are waited for, and not longer: a request then waits for its own alone.
+        # Only while workers import their modules: later it would delay the tokenizers of requests.
         pinned_first = sorted(catalog.entries(), key=lambda entry: not entry.config.pinned)
         reading = asyncio.create_task(
             encoder.read_ahead((entry.deployed for entry in pinned_first), lambda: not driver.fleet.workers)
         )
         stack.callback(reading.cancel)
         await supervisor.start()
-        if not supervisor.reads_natively:
+        if not supervisor.keeper.reads_natively:
             metrics.fallbacks.labels("interpreted_reads").inc()
         keeper = KeeperClient(socket)
-        residency = ResidencyReporter(keeper, catalog, driver)
-        stack.push_async_callback(residency.close)
-        driver.add_sink(residency.observe)
+        reports = KeeperReports(keeper, catalog, driver)
+        stack.push_async_callback(reports.close)
+        driver.add_sink(reports.observe)
         deployments = Deployments(registry, catalog, driver, keeper, data_dir, process_log.fd)
-        demand = DemandReports(keeper)
-        stack.push_async_callback(demand.close)
         keys = keys_of(service, data_dir)
         usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
         stack.push_async_callback(usage.close)
-        gateway = Gateway(
-            *(
-                service,
-                deployments,
-                catalog,
-                encoder,
-                driver,
-                observer,
-                pools,
-                snapshots,
-                supervisor,
-                metrics,
-            ),
-            demand=demand,
-            host=HostReports(keeper),
+        noting = [
+            one for one in (usage, journal, process_log, access_log, tracing, template) if one is not None
+        ]
+        views = ServiceViews(
+            deployments=deployments,
+            driver=driver,
+            observer=observer,
+            pools=pools,
+            keeper=reports,
+            supervisor=supervisor,
+            metrics=metrics,
+            kind=devices.kind,
+            notes=lambda: (*(one.note for one in noting if one.note is not None), *snapshots.notes),
+        )
+        yield Gateway(
+            deployments=deployments,
+            prompts=Prompts(deployments, encoder),
+            views=views,
             keys=keys,
             admissions=KeyAdmissions(usage, metrics, lambda: driver.now_s),
-            kind=devices.kind,
-            notes=lambda: (
-                tuple(
-                    one.note
-                    for one in (usage, journal, process_log, access_log, tracing, template)
-                    if one is not None and one.note is not None
-                )
-                + snapshots.notes
-            ),
+            driver=driver,
+            observer=observer,
+            snapshots=snapshots,
+            supervisor=supervisor,
+            keeper=reports,
+            metrics=metrics,
+            drain_s=service.drain_s,
             exchange_sinks=exchange_sinks,
         )
-        yield gateway
         observer.close()
 
 
 def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
-    """Make the directory of snapshots and its key, if any are to be kept; say why they cannot be."""
+    """Make the directory of snapshots and its key, if any are to be kept; return why they cannot be."""
     if config.store.snapshot_bytes:
         try:
             SnapshotDirectory.open(data_dir.snapshots_path, config.store.snapshot_bytes)
@@ -216,17 +221,18 @@ def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
 
 
 def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
-    """Warn of host memory for chunks that is asked for and that the devices do not use."""
+    """Warn about configured host memory that the devices do not use."""
     if devices.kind == "cpu" and config.store.unused_host_bytes:
         log.warning(
             "fallback host_bytes=%d reason=`a CPU holds models in its own memory alone, given: %d` "
             "remedy=`raise service.memory_bytes instead`",
-            *(CPU_HOST_BYTES, config.store.host_bytes),
+            CPU_HOST_BYTES,
+            config.store.host_bytes,
         )
 
 
 def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
-    """Return the keys that requests need; there may be none where only this machine reaches the port.
+    """Return the API keys; there may be none if only this machine reaches the port.
 
     Raises:
         ConfigError: keys are needed, and there is none.
@@ -235,32 +241,32 @@ def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
     keys = ApiKeys.load(path)
     if not keys.are_required and not is_loopback(service.host):
         raise ConfigError(
-            f"`service.host` is {service.host}, which others can reach, and `{path}` holds no API key; "
-            f"make one with `hearth keys add NAME --api-keys-file {path}`, or listen on 127.0.0.1"
+            f"`service.host` is {service.host}, which other machines can reach, but `{path}` holds no API "
+            f"key; make one with `hearth keys add NAME --api-keys-file {path}`, or listen on 127.0.0.1"
         )
     if not keys.are_required and service.api_keys_file is not None:
         raise ConfigError(
-            f"`service.api_keys_file` is given, and `{path}` holds no API key; make one with "
+            f"`service.api_keys_file` is given, but `{path}` holds no API key; make one with "
             f"`hearth keys add NAME --api-keys-file {path}`, or leave the setting out"
         )
     return keys
 
 
 class _LinkReceiver:
-    """Passes on what links bring: to the supervisor and to the driver, each what concerns it."""
+    """Passes on what links bring, to the supervisor and to the driver."""
 
     def __init__(self, catalog: Catalog, driver: Driver, decoder: FactDecoder) -> None:
         self.secret = secrets.token_bytes(32)
-        self.supervisor: Supervisor | None = None  #: set before anyone can connect
+        self.supervisor: Supervisor | None = None  #: set before a worker can connect
         self._catalog, self._driver, self._decoder = catalog, driver, decoder
 
     def expects(self, worker: WorkerId) -> bool:
         return self.supervisor is not None and self.supervisor.expects(worker)
 
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
-        assert self.supervisor is not None, "nobody is expected before it is there"
+        assert self.supervisor is not None, "no worker is expected before"
         self.supervisor.joined(link, hello)
-        for entry in self._catalog.fit(hello.budget_bytes):  # before anybody is sent there
+        for entry in self._catalog.fit(hello.budget_bytes):  # before a request is sent there
             self._driver.post(ModelDeployed(self._driver.now_s, entry.profile))
         self._driver.joined(link, hello)
 
@@ -268,13 +274,13 @@ class _LinkReceiver:
         self._decoder.decode(link, body)
 
     def left(self, link: WorkerLink) -> None:
-        assert self.supervisor is not None, "nobody is expected before it is there"
+        assert self.supervisor is not None, "no worker is expected before"
         self.supervisor.left(link)
         self._decoder.left(link)
 
 
 def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:
-    """Return a socket of this life of the service: the keeper of one that was killed may linger."""
+    """Return a socket path of this life of the service: the keeper of one that was killed may linger."""
     for stale in data_dir.run_path.glob("keeper-*.sock"):
         stale.unlink(missing_ok=True)
     path = data_dir.run_path / f"keeper-{os.getpid()}.sock"

@@ -1,9 +1,8 @@
-"""Has workers make snapshots, follows what comes of them, and tells why a model starts without one.
+"""Orders snapshots from workers, and notes why models start without one. Reads no snapshot itself.
 
-A worker says, when it has put an engine together, whether it has used a snapshot. If not, one is ordered as
-soon as the model is loaded, and made when that worker has nothing else to do. A model that leaves before has
-it ordered again when it comes back. One that was made before its model had adapters is used for what it has,
-and made anew with the graphs of steps with adapters, as soon as there are some. Reads no snapshot itself.
+A worker says whether it used a snapshot when it assembled an engine. If not, one is ordered when the model is
+loaded, and made when the worker is idle. If the model leaves first, it is ordered again at the next load. A
+snapshot made before the model had adapters is used, and remade with the graphs of adapter steps.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hearth.node.worker_link import WorkerLink
 log = logging.getLogger(__name__)
 
 _Follower = asyncio.Queue[SnapshotProgress | SnapshotMade]
-#: Ways in which a start had to do without a snapshot that there was.
+#: Outcomes of a snapshot that exists but was not used.
 _UNUSED = (SnapshotOutcome.OUTDATED, SnapshotOutcome.REFUSED, SnapshotOutcome.DISCARDED)
 
 
@@ -31,7 +30,7 @@ class _OrderedSnapshot:
     """A snapshot that was ordered and is not made yet. Mutable; written by `Snapshots`."""
 
     has_adapters: bool  #: also of steps with adapters
-    followers: list[_Follower] = field(default_factory=list)  #: of most, nobody
+    followers: list[_Follower] = field(default_factory=list)
 
 
 class Snapshots:
@@ -46,26 +45,26 @@ class Snapshots:
         *,
         is_off: bool = False,
     ) -> None:
-        """`obstacle`: why this service keeps none, although it should; None: it does, or should not.
+        """`obstacle`: why this service cannot keep snapshots; None: it can, or should not.
 
-        `bases` returns the models that have adapters. `collect` deletes the snapshots of models that are not
-        deployed, on another thread. `is_off`: none are to be kept.
+        `bases` returns the models that have adapters. `collect` deletes snapshots of models that are not
+        deployed; called on another thread. `is_off`: snapshots are disabled.
         """
         self._bases, self._obstacle, self._is_off = bases, obstacle, is_off
         self._count, self._collect = metrics.snapshots, collect
         self._links: dict[WorkerId, WorkerLink] = {}
         self._makings: dict[tuple[WorkerId, ModelId], _OrderedSnapshot] = {}
-        #: Models on workers that have none, and have not failed to get one.
+        #: Models on workers without a snapshot, for which making one has not failed.
         self._wanted: set[tuple[WorkerId, ModelId]] = set()
-        #: Models on workers that have one without the graphs of steps with adapters.
+        #: Models on workers whose snapshot has no graphs of adapter steps.
         self._lacking: set[tuple[WorkerId, ModelId]] = set()
-        #: The stays of models that are all on their workers.
+        #: The stays of models that are loaded completely.
         self._stays: dict[tuple[WorkerId, ModelId], int] = {}
         self._notes: dict[ModelId, str] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why models have started without a snapshot, although there was one or should be one by now."""
+        """Why models started without a snapshot."""
         obstacles = () if self._obstacle is None else (f"no snapshots are kept: {self._obstacle}",)
         return (*obstacles, *self._notes.values())
 
@@ -83,31 +82,42 @@ class Snapshots:
         self._stays = {key: hosting for key, hosting in self._stays.items() if key[0] != worker}
 
     def left(self, worker: WorkerId, model: ModelId) -> None:
-        """Note that the stay of a model on a worker has ended."""
         self._stays.pop((worker, model), None)
         self._end((worker, model), "the model left device memory")
 
     def loaded(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
-        """Order a snapshot of a model that is all on a worker, if it is to have one and none is made yet."""
+        """Order a snapshot of a model that is loaded completely, if one is wanted and not being made."""
         self._stays[worker, model] = hosting
         if (worker, model) in self._wanted and not any(other == model for _, other in self._makings):
             self._order(worker, model, hosting)
 
     def adapters_deployed(self) -> None:
-        """Have snapshots that lack graphs of steps with adapters made anew, where models have some by now."""
+        """Remake snapshots without adapter graphs, for models that have adapters now."""
         for worker, model in self._lacking:
             self._want_adapters(worker, model)
 
     def removed(self, model: ModelId) -> None:
-        """Forget a model that is not deployed any more."""
         self._notes.pop(model, None)
         self._forget_wish(model)
         self._lacking = {key for key in self._lacking if key[1] != model}
 
     # Facts of workers.
 
-    def looked(self, worker: WorkerId, fact: SnapshotLooked) -> None:
-        """Count what came of looking for a snapshot, and note that one is wanted where none is used."""
+    def receive(
+        self, worker: WorkerId, fact: SnapshotLooked | SnapshotProgress | SnapshotMade, *, is_current: bool
+    ) -> None:
+        """Take a fact about a model's stay on a worker; not `is_current`: the stay has ended."""
+        match fact:
+            case SnapshotLooked():  # also if not current: a later stay may keep its engine
+                self._looked(worker, fact)
+            case SnapshotProgress() if is_current:
+                self._progressed(worker, fact)
+            case SnapshotMade() if is_current:
+                self._made(worker, fact)
+            case SnapshotMade():
+                self._made_late(worker, fact)
+
+    def _looked(self, worker: WorkerId, fact: SnapshotLooked) -> None:
         self._count.labels(fact.outcome).inc()
         self._notes.pop(fact.model, None)
         self._wanted.discard((worker, fact.model))
@@ -118,21 +128,24 @@ class Snapshots:
         if fact.outcome in _UNUSED:
             log.warning(
                 "snapshot_unused model=%s worker=%s outcome=%s reason=`%s`",
-                *(fact.model, worker, fact.outcome, (fact.reason or "").replace("`", "")),
+                fact.model,
+                worker,
+                fact.outcome,
+                (fact.reason or "").replace("`", ""),
             )
             self._notes[fact.model] = (
                 f"the snapshot of `{fact.model}` is not used ({fact.outcome}): {fact.reason}; a new one is "
-                "made when nobody asks for anything"
+                "made when the worker is idle"
             )
         if self._stays.get((worker, fact.model)) == fact.hosting:  # discarded by a model that is loaded
             self.loaded(worker, fact.model, fact.hosting)
 
-    def progressed(self, worker: WorkerId, fact: SnapshotProgress) -> None:
+    def _progressed(self, worker: WorkerId, fact: SnapshotProgress) -> None:
         if (making := self._makings.get((worker, fact.model))) is not None:
             for follower in making.followers:
                 follower.put_nowait(fact)
 
-    def made(self, worker: WorkerId, fact: SnapshotMade) -> None:
+    def _made(self, worker: WorkerId, fact: SnapshotMade) -> None:
         self._tell_made(worker, fact)
         if fact.failure is None:
             self._notes.pop(fact.model, None)
@@ -143,14 +156,14 @@ class Snapshots:
         for follower in () if making is None else making.followers:
             follower.put_nowait(fact)
         if fact.failure is None and making is not None:
-            # An adapter may have come meanwhile. But one that was to have its graphs is not made once more.
+            # An adapter may have come meanwhile. A snapshot ordered with adapter graphs is not made again.
             lacks_adapters = fact.lacks_adapters and not making.has_adapters
-            if not lacks_adapters:  # nor does any other worker that looks from now on
+            if not lacks_adapters:  # other workers find the new one
                 self._lacking = {key for key in self._lacking if key[1] != fact.model}
             self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
 
-    def made_late(self, worker: WorkerId, fact: SnapshotMade) -> None:
-        """Count a snapshot that was written while its model left; where that is gone, so is the file then."""
+    def _made_late(self, worker: WorkerId, fact: SnapshotMade) -> None:
+        """Count a snapshot that was written while its model left; delete it if the model was removed."""
         self._tell_made(worker, fact)
         collected = asyncio.get_running_loop().run_in_executor(None, self._collect)
         collected.add_done_callback(_log_files_left)
@@ -160,7 +173,11 @@ class Snapshots:
         if fact.failure is None:
             log.info(
                 "snapshot_made model=%s worker=%s num_bytes=%d unbooked_bytes=%d seconds=%.1f",
-                *(fact.model, worker, fact.num_bytes, fact.unbooked_bytes, fact.seconds),
+                fact.model,
+                worker,
+                fact.num_bytes,
+                fact.unbooked_bytes,
+                fact.seconds,
             )
         else:
             why = fact.failure.replace("`", "")
@@ -169,7 +186,7 @@ class Snapshots:
     # By hand.
 
     def check_kept(self) -> None:
-        """Raise SnapshotError where this service keeps no snapshots, before a model is loaded for one."""
+        """Raise SnapshotError if this service keeps no snapshots."""
         if self._is_off:
             raise SnapshotError(
                 "no snapshots are kept: `store.snapshot_bytes` is 0; raise it and restart the service"
@@ -180,7 +197,7 @@ class Snapshots:
     async def make(
         self, worker: WorkerId, model: ModelId, hosting: int
     ) -> AsyncGenerator[SnapshotProgress | SnapshotMade, None]:
-        """Order a snapshot of a model's stay, or follow one that is under way; yields what comes of it.
+        """Order a snapshot of a model's stay, or follow the one being made; yield progress and result.
 
         Raises:
             SnapshotError: it could not be made.
@@ -210,14 +227,13 @@ class Snapshots:
             self._lacking.discard((worker, model))
 
     def _want_adapters(self, worker: WorkerId, model: ModelId) -> None:
-        """Have a snapshot that lacks graphs of steps with adapters made anew, if its model has adapters."""
         if model not in self._bases() or (worker, model) in self._wanted:
             return
         self._count.labels(SnapshotOutcome.PARTIAL).inc()
         log.info("snapshot_partial model=%s worker=%s reason=`made before it had adapters`", model, worker)
         self._notes[model] = (
             f"the snapshot of `{model}` was made before it had adapters: steps with adapters are captured "
-            "when they are first needed; a new one is made when nobody asks for anything"
+            "when they are first needed; a new one is made when the worker is idle"
         )
         self._wanted.add((worker, model))
         if (hosting := self._stays.get((worker, model))) is not None:

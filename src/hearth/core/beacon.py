@@ -1,12 +1,12 @@
-"""Signs of life of a worker's step thread, in memory that its supervisor sees and that outlives the worker.
+"""Signs of life of a worker's step thread, in memory shared with its supervisor that outlives the worker.
 
     | marks passed | longest between two, seconds | length of the name | length of the runs | name | runs |
       8 bytes        8 bytes                        8 bytes              8 bytes              to 1,024
 
-Marks are counted as steps advance; the name is that of the model whose step is under way, the longest is that
-of its steps so far, and the runs are those with a row in it, as text. Nothing is sent and nobody has to
-answer: so a step may take its time, and of a worker that died its supervisor still learns in whose step.
-Judges nothing (`policy/fleet/liveness.py` does).
+Marks count as steps advance. The name is that of the model whose step runs, `longest` is the longest time
+between two marks of its steps so far, and the runs are those with a row in the step, as text. Nothing is sent
+or answered: a step may be long, and the supervisor of a dead worker learns in whose step it died.
+`policy/fleet/liveness.py` judges.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _UNKNOWN = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class StepSigns:
-    """Everything that a beacon says at a moment."""
+    """The content of a beacon at a moment."""
 
     num_marks: int
-    model: ModelId | None  #: whose step is under way; None: no step is
+    model: ModelId | None  #: whose step runs; None: none
     longest_s: float | None  #: between two marks of its steps so far; None: nothing was measured yet
-    runs: tuple[int, ...] | None = None  #: with a row in that step; None: no step is, or nobody knows
+    runs: tuple[int, ...] | None = None  #: with a row in that step; None: no step runs, or unknown
 
 
 class Beacon:
-    """One thread of the worker writes it; anybody may read. A read beside a write may mix the two."""
+    """Written by one thread of the worker. A read during a write may mix the two."""
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
-        """`memory` is shared with the supervisor; None: nobody looks."""
+        """`memory` is shared with the supervisor; None: private."""
         self._memory = mmap.mmap(-1, BEACON_BYTES) if memory is None else memory
         view = memoryview(self._memory)
         self._counts, self._seconds = view.cast("Q"), view.cast("d")
 
     @staticmethod
     def at(descriptor: int) -> Beacon:
-        """Return the beacon in the file of a descriptor, which may be closed then."""
+        """Return the beacon in the file of a descriptor, which may then be closed."""
         return Beacon(mmap.mmap(descriptor, BEACON_BYTES))
 
     def mark(self) -> None:
@@ -54,11 +54,11 @@ class Beacon:
         self._counts[0] += 1
 
     def show(self, model: ModelId | None, longest_s: float, runs: Sequence[str] | None = None) -> None:
-        """Say whose step is under way, and the longest between two marks of it so far; 0: none measured.
+        """Show whose step runs, and the longest time between two of its marks so far; 0: not measured.
 
-        `runs`: with a row in it, each a number; None: not known.
+        `runs`: the numbers of the runs with a row in it; None: not known.
         """
-        self._counts[3] = _UNKNOWN  # in case that this is never finished
+        self._counts[3] = _UNKNOWN  # in case the worker dies before the end
         name = b"" if model is None else model.encode()
         self._seconds[1] = longest_s
         self._memory[_NAME_AT : _NAME_AT + len(name)] = name
@@ -71,7 +71,6 @@ class Beacon:
             self._counts[3] = len(text)
 
     def show_longest(self, longest_s: float) -> None:
-        """Say the longest between two marks, of the model whose step is shown."""
         self._seconds[1] = longest_s
 
     def read(self) -> StepSigns:
@@ -89,7 +88,7 @@ class Beacon:
 
 
 def new_beacon_file() -> int:
-    """Return a descriptor of memory for a beacon, to be handed to a worker; whoever called closes it."""
+    """Return a descriptor of memory for a beacon. The caller closes it."""
     descriptor = os.memfd_create("hearth-beacon")
     os.truncate(descriptor, BEACON_BYTES)
     return descriptor

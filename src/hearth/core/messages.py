@@ -7,12 +7,11 @@
                                               ForgetAdapter, MakeSnapshot, StartRequest, CancelRequest, Ping,
                                               Shutdown
 
-Both directions keep their order, and that is part of the contract: a worker carries out orders one after
-the other, so a model that is retired before another is hosted may be taken from by then. The gateway sees to
-it that what hosted models are promised, weights, workspace and `kv_floor_bytes` of each, is never more than
-the worker's budget; what is beyond that the worker shares out itself. A `run` is one stay of a request on one
-worker: a number that is never used again, so that what a lost worker said last is not mistaken for what its
-successor says.
+Both directions are ordered, and a worker carries out orders one after the other: memory of a model that is
+retired first is available to the model that is hosted next. The gateway never promises hosted models more
+than the worker's budget (weights, workspace and `kv_floor_bytes` of each); the worker shares out the rest. A
+`run` is one stay of a request on one worker. Its number is never reused, so late facts of a lost worker are
+recognised.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from hearth.core.sizes import StepLimits
 from hearth.core.types import (
     AdapterId,
     FinishReason,
+    GuideSpec,
     Hold,
     ModelId,
     Pace,
@@ -39,7 +39,7 @@ from hearth.core.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 15
+VERSION = 16
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -62,13 +62,13 @@ class WorkerSetup(Struct, frozen=True):
     num_threads: int | None  #: that torch may use; None: its own choice
     log_level: str
     turns: bool = False  #: models that do not fit together take turns
-    beacon: int | None = None  #: the descriptor of its beacon's memory; None: nobody looks
+    beacon: int | None = None  #: the descriptor of its beacon's memory; None: no beacon
     snapshots_path: str | None = None  #: where snapshots are kept; None: none are made or used
     snapshot_bytes: int = 0  #: that all of them may take
-    predecessor: int | None = None  #: the process that has the memory until it ends; None: nobody has it
+    predecessor: int | None = None  #: the process that has the memory until it ends; None: no process has it
 
     def __repr__(self) -> str:
-        """Leave the secret out: what is shown may be logged."""
+        """Leave out the secret: a repr may be logged."""
         return f"<WorkerSetup worker={self.worker} kind={self.kind} device_index={self.device_index}>"
 
 
@@ -76,12 +76,12 @@ class WorkerSetup(Struct, frozen=True):
 TEMPLATE_BEACON = 3
 
 
-#: Asked of a template: to fork a worker with the descriptors that come along, or to log to the one that does.
+#: Requests to a template: fork a worker with the descriptors sent along, or log to the one sent along.
 FORK_WORKER, LOG_HERE = b"fork", b"log"
 
 
 class TemplateAnswer(Struct, frozen=True):
-    """Said by the template of workers when it is ready, and of each worker that it was asked for."""
+    """The template's answer when it is ready, and to each request for a worker."""
 
     pid: int  #: of the worker; 0: none was forked
     obstacle: str | None = None  #: why no worker can be forked
@@ -89,7 +89,7 @@ class TemplateAnswer(Struct, frozen=True):
 
 
 class WorkerFarewell(Struct, frozen=True):
-    """The one line that a worker which breaks writes to its standard output."""
+    """The one line that a failing worker writes to its standard output."""
 
     error: str  #: the label of the error
     reason: str
@@ -107,7 +107,7 @@ class KeeperSetup(Struct, frozen=True):
 
 
 class KeeperPulse(Struct, frozen=True):
-    """The line that the keeper answers to each further line of its standard input."""
+    """The keeper's answer to each further line of its standard input."""
 
     books_held_s: float  #: since its books were last free; 0: they are
 
@@ -145,68 +145,8 @@ class Welcome(Struct, frozen=True, tag=True):
 # Orders of the gateway.
 
 
-class GuideOrder(Struct, frozen=True):
-    """A form that an output must have: any JSON object, a JSON schema, a grammar or an expression."""
-
-    kind: Literal["json_object", "json_schema", "lark", "grammar", "regex"]
-    text: str = ""  #: the schema as JSON, the grammar or the expression
-
-
-class Sampling(Struct, frozen=True, omit_defaults=True):
-    """`SamplingParams` without what concerns text: stop strings are found by the gateway."""
-
-    seed: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: tuple[int, ...] | None = None
-
-    @staticmethod
-    def of(params: SamplingParams, seed: int) -> Sampling:
-        shared = {name: getattr(params, name) for name in _SHARED}
-        allowed = params.allowed_token_ids
-        return Sampling(
-            seed=seed,
-            stop_token_ids=params.stop_ids,
-            logit_bias=dict(params.bias_by_token),
-            allowed_token_ids=None if allowed is None else tuple(allowed),
-            **shared,
-        )
-
-    def params(self) -> SamplingParams:
-        return SamplingParams(
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            logit_bias=self.logit_bias,
-            allowed_token_ids=self.allowed_token_ids,
-            **{name: getattr(self, name) for name in _SHARED},
-        )
-
-
-#: Fields that `Sampling` and `SamplingParams` spell alike.
-_SHARED = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "max_tokens", "min_tokens", "ignore_eos", "logprobs"),
-    "prompt_logprobs",
-)
-
-
 class PrepareModel(Struct, frozen=True, tag=True):
-    """Have the kernels and the description of a deployed model ready, beside all other work.
-
-    It may be hosted some day, and its first start should wait for neither.
-    """
+    """Prepare kernels and description of a deployed model in the background, for a fast first start."""
 
     model: ModelId
     directory: str  #: which has its manifest
@@ -214,9 +154,9 @@ class PrepareModel(Struct, frozen=True, tag=True):
 
 
 class HostModel(Struct, frozen=True, tag=True):
-    """Make room for a model and load what is missing of it. Requests may follow at once and wait there.
+    """Make room for a model and load its missing bytes. Requests may follow at once and wait there.
 
-    From now on the model is promised its memory; a retired model comes back.
+    From now on the model is promised its memory. A retired model returns.
     """
 
     model: ModelId
@@ -236,13 +176,13 @@ class HostModel(Struct, frozen=True, tag=True):
 
 
 class RetireModel(Struct, frozen=True, tag=True):
-    """An idle model is promised nothing any more: what others need of its memory is taken, the rest stays."""
+    """End the promise of an idle model: its memory is evicted as others need it."""
 
     model: ModelId
 
 
 class DropModel(Struct, frozen=True, tag=True):
-    """Give back all memory of a model, also of a retired one; what it still runs ends without a word."""
+    """Free all memory of a model, also of a retired one; its runs end without facts."""
 
     model: ModelId
 
@@ -258,29 +198,29 @@ class HoldModel(Struct, frozen=True, tag=True):
 
 
 class MakeSnapshot(Struct, frozen=True, tag=True):
-    """Measure a hosted model and keep what its next start needs, as soon as no model has requests.
+    """Make a snapshot of a hosted model as soon as no model has requests.
 
-    Answered by `SnapshotMade`, whatever becomes of it, unless the model's stay ends first.
+    Answered by `SnapshotMade`, success or failure, unless the model's stay ends first.
     """
 
     model: ModelId
     hosting: int
-    #: Also of steps with adapters, which have graphs of their own: those who have none spare time and memory.
+    #: Include steps with adapters, which have graphs of their own.
     has_adapters: bool = False
 
 
 class AdapterOrder(Struct, frozen=True):
-    """The adapter that a request is to run with. It comes to the device for the first request, and stays."""
+    """The adapter that a request runs with. The first request loads it, and it stays."""
 
     adapter: AdapterId  #: the digest of its manifest; another one there means that it was changed
-    name: str  #: that it is deployed under, for people
+    name: str  #: its deployed name, for people
     where: str  #: a directory or a URL
     weight: float = 1.0  #: how much a second of its start matters; see the reload cost
-    is_pinned: bool = False  #: once it is there, it gives way to nobody but what models are promised
+    is_pinned: bool = False  #: once loaded, it is evicted only for memory promised to models
 
 
 class ForgetAdapter(Struct, frozen=True, tag=True):
-    """Give back the memory of an adapter that was removed, pinned or not, when its last request has ended."""
+    """Free the memory of a removed adapter, pinned or not, when its last request has ended."""
 
     adapter: AdapterId
 
@@ -292,16 +232,16 @@ class StartRequest(Struct, frozen=True, tag=True):
     model: ModelId
     prompt: tuple[int, ...]
     output: tuple[int, ...]  #: emitted before, on workers that are gone
-    sampling: Sampling
-    salt: bytes  #: shared by those who may find each other's cached prefixes; secret, never logged
-    guide: GuideOrder | None = None
+    sampling: SamplingParams  #: its seed is drawn; its stop strings are for the gateway
+    salt: bytes  #: of the group that shares cached prefixes; secret, never logged
+    guide: GuideSpec | None = None
     pace: Pace = Pace()
     age_s: float = 0.0  #: how long ago the request arrived at the gateway
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
     adapter: AdapterOrder | None = None  #: None: the bare model
 
     def __repr__(self) -> str:
-        """Leave the salt and whatever a user wrote out: what is shown may be logged."""
+        """Leave out the salt and the user's text: a repr may be logged."""
         num_prompt_tokens, num_output_tokens = len(self.prompt), len(self.output)
         return f"<StartRequest run={self.run} model={self.model} {num_prompt_tokens=} {num_output_tokens=}>"
 
@@ -313,7 +253,7 @@ class CancelRequest(Struct, frozen=True, tag=True):
 
 
 class Ping(Struct, frozen=True, tag=True):
-    """Ask for a `Pong`, which the step thread sends between two steps; in a step its beacon tells."""
+    """Ask for a `Pong`, which the step thread sends between two steps; during a step its beacon tells."""
 
     number: int
 
@@ -326,7 +266,7 @@ class Shutdown(Struct, frozen=True, tag=True):
 
 
 class Admitted(Struct, frozen=True, array_like=True):
-    """A run got its slot, for the first time or again after a preemption."""
+    """A run got a slot, for the first time or again after a preemption."""
 
     run: int
     num_cached_tokens: int
@@ -349,7 +289,7 @@ class StepDone(Struct, frozen=True, tag=True):
 
 
 class RunFailed(Struct, frozen=True, tag=True):
-    """One request could not be taken or carried on; others are not affected."""
+    """One request could not be taken or continued; others are not affected."""
 
     run: int
     label: str
@@ -366,7 +306,7 @@ class LoadProgress(Struct, frozen=True, tag=True):
 
 
 class RungBytes(Struct, frozen=True):
-    """The bytes that a load took from one rung, and how long they came."""
+    """The bytes that a load took from one rung, and how long they took."""
 
     rung: Rung
     num_bytes: int
@@ -392,12 +332,12 @@ class ModelLoaded(Struct, frozen=True, tag=True):
 
     @property
     def took_s(self) -> float:
-        """The time from the order until all was there, engine and bytes."""
+        """The time from the order until engine and bytes were there."""
         return self.open_s + max(self.assemble_s, self.place_s + self.total_s)
 
     @property
     def whole_s(self) -> float | None:
-        """The time in which the bytes of the rungs came, and no others; None: it is not known."""
+        """The time in which exactly the bytes of the rungs came; None: unknown."""
         return None if self.ahead_bytes or self.shared_bytes else self.total_s
 
 
@@ -413,7 +353,7 @@ class AdapterLoaded(Struct, frozen=True, tag=True):
 
 
 class HostingFailed(Struct, frozen=True, tag=True):
-    """A model could not be loaded, or its engine broke. It has left memory, and its runs have ended."""
+    """A model could not be loaded, or its engine broke. Its memory is free, and its runs have ended."""
 
     model: ModelId
     hosting: int
@@ -422,7 +362,7 @@ class HostingFailed(Struct, frozen=True, tag=True):
 
 
 class SnapshotLooked(Struct, frozen=True, tag=True):
-    """A snapshot of a model was looked for when its engine was put together, or found to be wrong later."""
+    """The result of looking for a snapshot when an engine was assembled, or a snapshot found bad later."""
 
     model: ModelId
     hosting: int
@@ -432,8 +372,6 @@ class SnapshotLooked(Struct, frozen=True, tag=True):
 
 
 class SnapshotProgress(Struct, frozen=True, tag=True):
-    """A snapshot that was ordered is on its way."""
-
     model: ModelId
     hosting: int
     num_done: int  #: of the steps that are run for it
@@ -441,7 +379,7 @@ class SnapshotProgress(Struct, frozen=True, tag=True):
 
 
 class SnapshotMade(Struct, frozen=True, tag=True):
-    """A snapshot that was ordered is on disk, or could not be made."""
+    """An ordered snapshot is on disk, or could not be made."""
 
     model: ModelId
     hosting: int
@@ -468,7 +406,7 @@ class DeviceResidency(Struct, frozen=True, tag=True):
 
 
 class ModelUse(Struct, frozen=True):
-    """The memory that a model has of its worker's pool, and how it uses it."""
+    """A model's share of its worker's pool, and its use."""
 
     model: ModelId
     hold: Hold
@@ -480,7 +418,7 @@ class ModelUse(Struct, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
     kv_used_blocks: int = 0  #: of running requests
-    kv_cached_blocks: int = 0  #: prefixes that nobody reads at the moment
+    kv_cached_blocks: int = 0  #: prefixes not in use
     kv_blocks: int = 0  #: that it has now
     block_bytes: int = 0  #: of KV
     coming_bytes: int = 0  #: of `weights_bytes`, those that are still on their way
@@ -492,7 +430,7 @@ class ModelUse(Struct, frozen=True):
 
 
 class AdapterUsage(Struct, frozen=True):
-    """An adapter that has memory on a worker's device, or requests that wait for it."""
+    """An adapter with memory on a worker's device, or with requests that wait for it."""
 
     name: str
     base: ModelId
@@ -503,7 +441,7 @@ class AdapterUsage(Struct, frozen=True):
 
 
 class Pong(Struct, frozen=True, tag=True):
-    """The answer to a `Ping`: the worker's pool as it is between two steps."""
+    """The answer to a `Ping`: the worker's pool between two steps."""
 
     number: int
     budget_bytes: int

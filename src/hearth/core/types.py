@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from operator import attrgetter
@@ -140,15 +140,15 @@ class SamplingParams:
     seed: int | None = None  #: None draws one per request
     max_tokens: int | None = 16  #: None: up to the end of the context; 0: only the prompt is computed
     min_tokens: int = 0  #: stop tokens are forbidden before
-    stop: str | tuple[str, ...] | list[str] | None = ()
-    stop_token_ids: tuple[int, ...] | list[int] | None = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  #: 0: only of the chosen token; n: also of the n best
     prompt_logprobs: int | None = None  #: the same for the tokens of the prompt
     logit_bias: Mapping[int, float] | None = field(default_factory=dict, hash=False)
-    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -2,7 +2,7 @@
 
     | length, 4 bytes, little-endian | one message in msgpack |
 
-The secret itself is never sent: each side proves that it knows it by a keyed hash of the other's nonce.
+The secret is never sent: each side proves that it knows it by a keyed hash of the other's nonce.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hearth.core.types import WorkerId
 T = TypeVar("T")
 
 HEADER = struct.Struct("<I")
-#: The longest frame; a longer one is a fault of the other side, or somebody else's protocol.
+#: The longest frame. A longer one is a fault of the peer, or another protocol.
 MAX_FRAME_BYTES = 64 << 20
 #: The longest frame that is read before the secret is proven.
 MAX_GREETING_BYTES = 4096
@@ -43,7 +43,7 @@ def length_of(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
     (length,) = HEADER.unpack(header)
     if length > limit_bytes:
         raise ServiceError(
-            f"a frame of {length} bytes was announced, limit: {limit_bytes}; the peer is none of ours"
+            f"the peer announced a frame of {length} bytes, limit: {limit_bytes}; it is no Hearth worker"
         )
     assert isinstance(length, int)
     return length
@@ -72,11 +72,7 @@ def proof(secret: bytes, nonce: bytes, worker: WorkerId) -> bytes:
 
 
 def check_hello(hello: WorkerHello, secret: bytes, nonce: bytes) -> Welcome:
-    """Return the gateway's answer to a worker that knows the secret.
-
-    Raises:
-        ServiceError: another version, or no proof of the secret.
-    """
+    """Return the gateway's answer. Raises ServiceError: another version, or no proof of the secret."""
     _check_version(hello.version)
     if not hmac.compare_digest(hello.proof, proof(secret, nonce, hello.worker)):
         raise ServiceError(f"`{hello.worker}` does not know the secret of this gateway")
@@ -94,7 +90,7 @@ def check_welcome(welcome: Welcome, secret: bytes, nonce: bytes, worker: WorkerI
 
 
 def _answer(secret: bytes, nonce: bytes, worker: WorkerId) -> bytes:
-    """Return the gateway's proof, unlike a worker's, so that nobody gets one by asking for the other."""
+    """Return the gateway's proof. It differs from a worker's, so neither can be replayed as the other."""
     return proof(secret, b"gateway" + nonce, worker)
 
 
@@ -109,4 +105,4 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ServiceError(f"a frame of {len(body)} bytes is no message: {error}") from error
+        raise ServiceError(f"a frame of {len(body)} bytes holds no message: {error}") from error

@@ -1,7 +1,4 @@
-"""The devices that the workers of a service run on, found without torch, which the gateway never loads.
-
-Takes nothing on them: CUDA's driver is asked what there is, and no context is made.
-"""
+"""The devices that workers run on, found without torch and without a CUDA context."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as CUDA numbers it, so that CUDA_VISIBLE_DEVICES has been applied."""
+    """A GPU as CUDA numbers it, after CUDA_VISIBLE_DEVICES."""
 
     index: int
     name: str
@@ -31,7 +28,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices of the workers. Worker n takes index n, beginning again where there are more workers."""
+    """The devices of the workers. Worker n takes index n, modulo the number of devices."""
 
     kind: Literal["cpu", "cuda"]
     indices: tuple[int, ...]
@@ -43,14 +40,13 @@ class Devices:
         return -(-self.num_workers // len(self.indices))
 
     def share_of(self, index: int) -> float:
-        """Return how much of a device a worker has, which others may share with it."""
+        """Return a worker's share of its device."""
         num_devices = len(self.indices)
         num_sharing = len(range(index % num_devices, self.num_workers, num_devices))
         return 1.0 / num_sharing
 
     @property
     def threads_per_worker(self) -> int:
-        """Share the cores that this process may use evenly between its workers."""
         return max(1, num_usable_cores() // self.num_workers)
 
 
@@ -79,7 +75,7 @@ def resolve(service: ServiceConfig) -> Devices:
 
 
 def check_host_memory(store: StoreConfig, devices: Devices) -> None:
-    """Raise ConfigError if the machine can never have the host memory that is to be kept for GPUs."""
+    """Raise ConfigError if the machine has less memory than the host memory for GPUs."""
     limit_bytes = machine_bytes()
     if devices.kind == "cuda" and store.host_bytes > limit_bytes:
         raise ConfigError(

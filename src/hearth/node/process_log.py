@@ -1,8 +1,7 @@
-"""Brings what the processes of a service say on standard error to its log file and to the gateway's own.
+"""Copies the standard error of the service's processes to its log file and to the gateway's standard error.
 
-Containers and service managers read standard error, `hearth logs` reads the file. The processes write to one
-pipe, and a thread of the gateway reads it: so nobody but that thread waits for a terminal or another program
-that takes no more. Formats nothing and does not rotate the file.
+Containers and service managers read standard error, `hearth logs` reads the file. All processes write to one
+pipe, which a thread of the gateway reads: only that thread blocks if a reader of standard error stalls.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class ProcessLog:
 
     @property
     def note(self) -> str | None:
-        """Say where lines are missing; None: nowhere. Any thread may ask."""
+        """Where lines are missing; None: nowhere. Any thread may ask."""
         if self._file_fault is not None:
             return f"the log `{self._path}` cannot be written: {self._file_fault}"
         if self._num_left_out:
@@ -50,7 +49,7 @@ class ProcessLog:
         return None
 
     def close(self) -> None:
-        """Write what has come. Called when the processes have ended."""
+        """Write what has come. Call it when the processes have ended."""
         os.close(self.fd)
         self._thread.join(_CLOSING_S)  # a process that outlives its parent may hold the pipe for longer
 
@@ -76,7 +75,7 @@ class ProcessLog:
         os.close(self._file)
 
     def _tell(self, stderr: int, text: bytes) -> int:
-        """Write to standard error as long as it takes something; returns how many lines it did not."""
+        """Write to standard error until it stalls; return the number of lines left out."""
         for begin in range(0, len(text), select.PIPE_BUF):
             if not _takes(stderr, MAX_WAIT_S):
                 return text.count(b"\n", begin)
@@ -86,7 +85,7 @@ class ProcessLog:
 
 
 def logs_to_stderr() -> bool:
-    """True if this process logs to its standard error, as `hearth serve` does and a demo does not."""
+    """True if this process logs to its standard error, as `hearth serve` does."""
     handlers = (one for one in logging.getLogger().handlers if isinstance(one, logging.StreamHandler))
     return any(handler.stream is sys.stderr for handler in handlers)
 
@@ -100,7 +99,7 @@ def is_open_as(path: Path, fd: int) -> bool:
 
 
 def _takes(fd: int, wait_s: float) -> bool:
-    """True once a descriptor takes bytes, or never will: writing to it then fails at once."""
+    """Wait until a descriptor can be written, or fails when it is."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(1000 * wait_s))

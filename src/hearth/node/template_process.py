@@ -1,7 +1,7 @@
-"""Starts the process that workers are forked from (`worker/template.py`), and neither waits nor asks for any.
+"""Starts the process that workers are forked from (`worker/template.py`).
 
-Its imports are what a service that starts waits for longest, and it needs to know nothing for them. So it is
-started before all else, and this file imports next to nothing.
+Its imports take the largest part of a service's start and depend on nothing. So it is started first, and this
+file imports next to nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ COMMAND = ("-P", "-m", "hearth.worker.template")
 
 @dataclass(frozen=True, slots=True)
 class TemplateProcess:
-    """A template that was started, and may have ended since."""
+    """A template process, which may have ended."""
 
     pid: int
     socket: socket.socket  #: over which it is asked for workers, and with which it ends
 
 
 def start_template(errors: int) -> TemplateProcess:
-    """Start a template that writes to a descriptor if it breaks. Raises OSError if it cannot be started."""
+    """Start a template whose standard error is `errors`. Raises OSError if it cannot be started."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     try:

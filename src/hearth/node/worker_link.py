@@ -1,7 +1,4 @@
-"""The gateway's end of a worker's connection: frames in, frames out, and a handshake before either.
-
-Decodes no fact and decides no order.
-"""
+"""The gateway's end of a worker's connection: a handshake, then frames. Decodes no fact."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from hearth.core.errors import ServiceError
 from hearth.core.messages import VERSION, Challenge, Order, WorkerHello
 from hearth.core.types import WorkerId
 
-#: The most that a worker may have sent and nobody has read; beyond it, TCP holds the worker back.
+#: The most unconsumed bytes of a worker; beyond it, TCP holds the worker back.
 MAX_UNREAD_BYTES = 256 << 10
-#: The most that a worker may not have taken yet. It always reads, so more than this means that it hangs.
+#: The most unsent bytes to a worker. It always reads, so more means that it hangs.
 MAX_UNSENT_BYTES = 256 << 20
 #: Time for a peer to say hello.
 GREETING_S = 10.0
@@ -27,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
-    """The receiver of all that links bring. Called on the event loop."""
+    """Takes what links bring. Called on the event loop."""
 
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None: ...
 
     def received(self, link: WorkerLink, body: bytes) -> None:
-        """Take a frame; whoever is done with it calls `link.consumed(len(body))`."""
+        """Take a frame. Call `link.consumed(len(body))` when it was handled."""
 
     def left(self, link: WorkerLink) -> None:
         """Note the end of a link that joined; called once, after its last frame."""
@@ -42,7 +39,7 @@ class WorkerLink(asyncio.Protocol):
     """The connection of one worker. Mutable; used on the event loop alone."""
 
     def __init__(self, secret: bytes, expects: Callable[[WorkerId], bool], receiver: Receiver) -> None:
-        self.worker: WorkerId | None = None  #: None until it has proven to know the secret
+        self.worker: WorkerId | None = None  #: None until it has proven that it knows the secret
         self._secret, self._expects, self._receiver = secret, expects, receiver
         self._nonce = wire.new_nonce()
         self._buffer = bytearray()
@@ -50,12 +47,12 @@ class WorkerLink(asyncio.Protocol):
         self.num_received = 0  #: frames so far
         self.is_held_back = False  #: nothing is read until more was consumed
         self.beacon: Beacon | None = None  #: of the worker's process, once it has joined
-        self.why_killed: str | None = None  #: what the worker did, for people; None: nobody has killed it
+        self.why_killed: str | None = None  #: what the worker did, for people; None: it was not killed
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def send(self, order: Order) -> None:
-        """Queue an order. A worker that is gone gets none; `Receiver.left` tells that it is gone."""
+        """Queue an order. Orders to a worker that is gone are dropped; `Receiver.left` tells."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -77,7 +74,7 @@ class WorkerLink(asyncio.Protocol):
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A connection is always made with this kind; uvloop's class of it only does not say so.
+        # uvloop's transport does not declare its type.
         self._transport = transport = cast(asyncio.Transport, transport)
         transport.write(wire.frame(Challenge(VERSION, self._nonce)))
         self._deadline = asyncio.get_running_loop().call_later(GREETING_S, transport.abort)

@@ -1,13 +1,12 @@
-"""Has workers forked from a template process, which is kept alive here. Decides not when one is started.
+"""Forks workers from a template process, and keeps that process alive.
 
-A worker's imports take seconds, and the template (`worker/template.py`) has done them; a worker that died is
-replaced in the time of a fork. It is sent the descriptors of a worker over a socket, forks it and lets go of
-it; this process adopts it. So a worker is watched, waited for and killed by a descriptor of its process, and
-ends with this process as one does that was spawned, whatever happens to the template.
+A worker's imports take seconds, and the template (`worker/template.py`) has done them: a dead worker is
+replaced in the time of a fork. The template receives a worker's descriptors over a socket, forks it and
+detaches it; this process adopts it as a child. So a worker ends with this process, whatever happens to the
+template.
 
-The first template may be older than the service (`template_process.py`), and logs with it from then on. One
-that dies is replaced. While there is none, or none can be had, workers are spawned as ever, which is logged,
-counted and said in the service's notes.
+The first template may be older than the service (`template_process.py`). A template that dies is replaced.
+Without one, workers are spawned, which is logged, counted and noted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import asyncio
 import ctypes
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,18 +24,18 @@ from typing import IO
 import msgspec
 
 from hearth.core.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer, WorkerSetup
+from hearth.node.processes import ChildProcess, ForkedWorker, ending_of
 from hearth.node.template_process import TemplateProcess, start_template
-from hearth.node.worker_ending import MAX_FAREWELL_BYTES, ending_of
 
-#: Behind a template that lived for less the next one is started after a pause, which doubles with each of
-#: them up to the longest: whatever has ended one that was ready, like a lack of memory, may do so again.
+#: After a shorter life the next template starts after a delay, which doubles: what ended one, like a
+#: lack of memory, may end the next.
 SHORT_LIFE_S = 30.0
 RETRY_S, LONGEST_RETRY_S = 0.5, 60.0
-#: Templates that are never ready, in a row, until no other is tried.
+#: Failed starts in a row after which no other template is tried.
 MAX_FAILURES = 3
-#: Time for a template to fork a worker before it is taken to hang.
+#: Time for a template to fork a worker before it counts as hung.
 FORK_S = 5.0
-#: Time for one that has hung up to be gone.
+#: Time for a template that has closed its socket to exit.
 ENDING_S = 5.0
 #: The longest answer that is read.
 _ANSWER_BYTES = 4096
@@ -51,59 +49,8 @@ class UnfitTemplate(Exception):
     """A template says that no worker can be forked from it, and why."""
 
 
-class ChildProcess:
-    """A child of this process, however it was started. Used as a `Process` of asyncio is."""
-
-    def __init__(self, pid: int) -> None:
-        """Watch a process. Raises OSError if it is no child of this one."""
-        self.pid = pid
-        self._descriptor = os.pidfd_open(pid)
-        try:
-            os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-            os.close(self._descriptor)
-            raise
-        self._loop = asyncio.get_running_loop()
-        self._code: asyncio.Future[int] = self._loop.create_future()
-        self._loop.add_reader(self._descriptor, self._reap)
-
-    async def wait(self) -> int:
-        """Return its exit code, once it has ended: of one that a signal has ended its number, negative."""
-        return await asyncio.shield(self._code)
-
-    def kill(self) -> None:
-        if not self._code.done():
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
-    def _reap(self) -> None:
-        self._loop.remove_reader(self._descriptor)
-        ended = os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED)
-        assert ended is not None, "the descriptor of a process can be read when it has ended"
-        os.close(self._descriptor)
-        self._code.set_result(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-
-
-class ForkedWorker(ChildProcess):
-    """A worker that a template has forked and this process has adopted."""
-
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        """Watch a worker, and close the pipes to it when it has ended. Raises OSError as of any child."""
-        super().__init__(pid)
-        self.stdin, self._said = stdin, stdout
-        self.stdout = asyncio.StreamReader()  #: has all that it said, once it has ended
-
-    def _reap(self) -> None:
-        os.set_blocking(self._said.fileno(), False)  # one that it has started may still hold the other end
-        self.stdout.feed_data(self._said.read(MAX_FAREWELL_BYTES) or b"")
-        self.stdout.feed_eof()
-        self._said.close()
-        self.stdin.close()
-        super()._reap()
-
-
 class WorkerTemplate:
-    """The template of all workers of a service, which are on devices of one kind. Used on the event loop."""
+    """The template of all workers of a service. Mutable; used on the event loop alone."""
 
     def __init__(
         self,
@@ -115,13 +62,13 @@ class WorkerTemplate:
         """`errors`: the file that it and its workers log to; None: where this process does.
 
         `start_s`: for it to be ready. `on_fallback` is called for every worker that it cannot fork. `first`:
-        one that was started before; it is this template's now.
+        a process that was started before; this template owns it.
         """
         self._errors = 2 if errors is None else errors if isinstance(errors, int) else errors.fileno()
         self._start_s, self._on_fallback, self._first = start_s, on_fallback, first
         self._process: ChildProcess | None = None
         self._socket: socket.socket | None = None  #: of one that is ready
-        self._is_settled = asyncio.Event()  #: one is ready, or nobody should wait for one
+        self._is_settled = asyncio.Event()  #: one is ready, or none is to be waited for
         self._one_at_a_time = asyncio.Lock()
         self._trouble: str | None = None  #: of the last one; None: it is ready, or is the first
         self._killed_for: str | None = None  #: why the present one was killed here
@@ -130,15 +77,15 @@ class WorkerTemplate:
 
     @property
     def pid(self) -> int | None:
-        """The process that workers are forked from now; None: there is none."""
+        """The present template process; None: there is none."""
         return None if self._socket is None or self._process is None else self._process.pid
 
     @property
     def note(self) -> str | None:
-        """Say that workers do not start in a moment, and why; None: they do."""
+        """Why workers take seconds to start; None: they do not."""
         if self._trouble is None:
             return None
-        return f"workers take seconds to start, for there is no template to fork them from: {self._trouble}"
+        return f"workers take seconds to start, because there is no template process: {self._trouble}"
 
     async def keep(self) -> None:
         """Keep a template alive until none can be had or the task is cancelled, with which it ends."""
@@ -181,7 +128,7 @@ class WorkerTemplate:
         return None
 
     async def _run_one(self) -> str:
-        """Start a template, or take the first one, and wait for its end; returns why it ended."""
+        """Start a template, or take the first one, and wait for its end; return why it ended."""
         self._killed_for = None
         first, self._first = self._first, None
         try:
@@ -218,7 +165,7 @@ class WorkerTemplate:
             return self._killed_for or ending_of(code, b"", None).reason
 
     async def _fork(self, template: socket.socket, beacon: int) -> ForkedWorker:
-        """Have a worker forked, which waits for its setup.
+        """Fork a worker, which waits for its setup.
 
         Raises:
             UnfitTemplate: the template says that it must not fork.
@@ -240,7 +187,6 @@ class WorkerTemplate:
             raise
 
     def _kill(self, reason: str) -> None:
-        """End the present template, which is of no use."""
         assert self._process is not None, "it was asked for a worker"
         self._socket, self._trouble, self._killed_for = None, reason, reason
         self._process.kill()
@@ -248,13 +194,13 @@ class WorkerTemplate:
 
 def _send_setup(worker: ForkedWorker, setup: WorkerSetup) -> None:
     setup = msgspec.structs.replace(setup, beacon=TEMPLATE_BEACON)
-    with suppress(BrokenPipeError):  # it died at once, and whoever waits for it will see
+    with suppress(BrokenPipeError):  # it died at once: `wait` tells
         worker.stdin.write(msgspec.json.encode(setup) + b"\n")
     log.info("worker_forked worker=%s pid=%d", setup.worker, worker.pid)
 
 
 async def _answer(template: socket.socket, patience_s: float) -> TemplateAnswer:
-    """Return what a template says next. Raises OSError when it ends, or says nothing in time."""
+    """Return the template's next answer. Raises OSError when it ends, or does not answer in time."""
     try:
         async with asyncio.timeout(patience_s):
             answer = await asyncio.get_running_loop().sock_recv(template, _ANSWER_BYTES)
@@ -272,9 +218,9 @@ def _pipe() -> tuple[IO[bytes], IO[bytes]]:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Have the kernel give this process those of its descendants whose parents end meanwhile.
+    """Make this process the parent of descendants whose parents end meanwhile.
 
-    Only meanwhile: it would have to reap whatever else its children leave behind.
+    Only meanwhile: else it would have to reap all that its children leave behind.
     """
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:

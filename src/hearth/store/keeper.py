@@ -1,11 +1,11 @@
 """The process that owns the host segment and the disk of this machine, and leases chunks to its workers.
 
-    python -m hearth.store.keeper     a `KeeperSetup` comes as a line on standard input; a line of JSON on
-                                      standard output says `ready`, or what is wrong; each line that
-                                      follows is answered by a `KeeperPulse`
+    python -m hearth.store.keeper     reads a `KeeperSetup` as a line on standard input; writes a line of JSON
+                                      to standard output, `ready` or an error; then answers each further
+                                      line by a `KeeperPulse`
 
-The process ends when its standard input does. It never touches a device. Its main thread only answers pulses,
-so it is never blocked by the disk or object storage.
+The process ends when its standard input closes. It never touches a device. Its main thread only answers, so
+it answers at once however slow disk and object storage are.
 """
 
 from __future__ import annotations
@@ -31,6 +31,37 @@ from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
 
 
+class BooksProbe:
+    """Tells for how long the locks of shared books could not be taken, without waiting for them.
+
+    Its own thread takes the locks. One other thread asks.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        """`look` takes every lock of the books once, and returns."""
+        self._look = look
+        self._asked = threading.Event()
+        #: When the look under way began; None: the last one is over.
+        self._began_s: float | None = None
+        threading.Thread(target=self._work, name="hearth-probe", daemon=True).start()
+
+    def held_s(self) -> float:
+        """Return how long the present look has waited; begin one if there is none. Returns at once."""
+        began_s, now_s = self._began_s, time.monotonic()
+        if began_s is not None:
+            return now_s - began_s
+        self._began_s = now_s
+        self._asked.set()
+        return 0.0
+
+    def _work(self) -> None:
+        while True:
+            self._asked.wait()
+            self._asked.clear()
+            self._look()
+            self._began_s = None
+
+
 def main() -> int:
     die_with_parent()
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=KeeperSetup)
@@ -48,8 +79,8 @@ def main() -> int:
             return 1
         _say({"ready": True, "reads_natively": is_native()})
         probe = BooksProbe(tiers.pass_books)
-        stack.enter_context(collect_when_idle())  # its threads leave next to no garbage: late is soon enough
-        for _ in sys.stdin.buffer:  # until the parent closes it or dies
+        stack.enter_context(collect_when_idle())  # its threads leave hardly any garbage
+        for _ in sys.stdin.buffer:  # until the parent closes it
             _answer(KeeperPulse(probe.held_s()))
     return 0
 
@@ -61,34 +92,6 @@ def _say(answer: dict[str, str | bool]) -> None:
 def _answer(pulse: KeeperPulse) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(pulse) + b"\n")
     sys.stdout.buffer.flush()
-
-
-class BooksProbe:
-    """One thread of its own looks whenever it is asked for. One other thread asks."""
-
-    def __init__(self, look: Callable[[], None]) -> None:
-        """`look` takes every lock of the books once, and returns."""
-        self._look = look
-        self._asked = threading.Event()
-        #: When the look under way began; None: the last one is over.
-        self._began_s: float | None = None
-        threading.Thread(target=self._work, name="hearth-probe", daemon=True).start()
-
-    def held_s(self) -> float:
-        """Return for how long the look under way has been waiting, and begin one if none is; at once."""
-        began_s, now_s = self._began_s, time.monotonic()
-        if began_s is not None:
-            return now_s - began_s
-        self._began_s = now_s
-        self._asked.set()
-        return 0.0
-
-    def _work(self) -> None:
-        while True:
-            self._asked.wait()
-            self._asked.clear()
-            self._look()
-            self._began_s = None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Asks the keeper about models, from an event loop. Borrows nothing and never imports torch."""
+"""Asks the keeper of the store about models, from an event loop. Borrows no chunks and imports no torch."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.core.errors import StoreError
+from hearth.core.errors import HearthError, StoreError
 from hearth.core.types import Digest, Rung
 from hearth.store.transfer.lease_messages import (
     BytesCounted,
@@ -31,22 +32,34 @@ from hearth.store.transfer.lease_messages import (
 MAX_LINE_BYTES = 16 << 20
 #: How long an answer may take.
 ANSWER_S = 10.0
+#: How long the version of an upstream is cached.
+UPSTREAM_CACHE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _UpstreamLookup:
+    """A lookup of an upstream's version, running or done. Its result may be an error."""
+
+    began_s: float
+    task: asyncio.Task[str | HearthError]
 
 
 class KeeperClient:
-    """Asks the keeper at a socket, over a connection for each question.
+    """Asks the keeper at a socket, over a connection for each question: the keeper may have been replaced.
 
-    Questions are rare, and the keeper may be another process by the next.
+    Mutable; used on the event loop alone.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        #: By source: running, or begun within `UPSTREAM_CACHE_S`.
+        self._lookups: dict[str, _UpstreamLookup] = {}
 
     async def count(self, digests: Sequence[str]) -> dict[str, Mapping[Rung, int]]:
         """Return bytes by rung of each model that the keeper has opened; a chunk counts on each of its rungs.
 
         Raises:
-            StoreError: nobody answers.
+            StoreError: the keeper does not answer.
         """
         match await self._ask(CountBytes(tuple(map(Digest, digests)))):
             case BytesCounted(models):
@@ -79,11 +92,41 @@ class KeeperClient:
             case other:
                 raise self._failure(other)
 
+    async def upstream_version(self, source: str, max_age_s: float) -> str:
+        """Return the version of a model's source, from a lookup that runs or began within `max_age_s`.
+
+        A lookup uses the service's credentials for object storage or the Hugging Face Hub. So each source has
+        at most one at a time, and failures are cached, too.
+
+        Raises:
+            HearthError: as `look_upstream`.
+        """
+        now_s = asyncio.get_running_loop().time()
+        self._lookups = {
+            known: lookup
+            for known, lookup in self._lookups.items()
+            if not lookup.task.done() or now_s - lookup.began_s < UPSTREAM_CACHE_S
+        }
+        lookup = self._lookups.get(source)
+        if lookup is None or (lookup.task.done() and now_s - lookup.began_s >= max_age_s):
+            lookup = _UpstreamLookup(now_s, asyncio.create_task(self._version_or_error(source)))
+            self._lookups[source] = lookup
+        outcome = await asyncio.shield(lookup.task)  # a cancelled caller does not end it for the others
+        if isinstance(outcome, HearthError):
+            raise outcome.with_traceback(None)  # or the traceback would grow with every caller
+        return outcome
+
+    async def _version_or_error(self, source: str) -> str | HearthError:
+        try:
+            return await self.look_upstream(source)
+        except HearthError as error:
+            return error
+
     async def look_upstream(self, source: str) -> str:
         """Return the version that the source of a model has now, which takes seconds at most.
 
         Raises:
-            HearthError: the keeper or upstream does not answer, or there is nothing any more.
+            HearthError: the keeper or upstream does not answer, or the model is gone.
         """
         match await self._ask(LookUpstream(source)):
             case UpstreamSeen(version):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hearth.core.errors import EngineFailed, HearthError
 from hearth.core.messages import Admitted, Fact, RunFailed, StartRequest, StepDone
-from hearth.core.types import GuideSpec, Hold, ModelId, RequestId
+from hearth.core.types import Hold, ModelId, RequestId
 from hearth.engine.engine import StepOutcome
 from hearth.engine.intake import Intake
 from hearth.policy.batch.plan import EngineRequest
@@ -232,15 +232,14 @@ class Runs:
 
 
 def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError:
-    guide = None if order.guide is None else GuideSpec(order.guide.kind, order.guide.text)
     try:
         return intake.request(
             RequestId(str(order.run)),
             order.prompt,
-            order.sampling.params(),
+            order.sampling,
             salt=order.salt,
             output=order.output,
-            guide=guide,
+            guide=order.guide,
             pooling=order.pooling,
             adapter=None if order.adapter is None else order.adapter.adapter,
         )

@@ -30,7 +30,7 @@ def deploy(data_dir: DataDir, source: Path | str, **wishes: object) -> DeployedA
     order = replace(DeployOrder(str(source)), **wishes)  # type: ignore[arg-type] # fields of several types
     deployed = carry_out(order, data_dir, lambda *_: None)
     assert isinstance(deployed, DeployedAdapter)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         register(deployed, order.overwrite, registry, data_dir)
     return deployed
 
@@ -61,7 +61,7 @@ def test_on_a_gpu_an_adapter_has_the_dtype_of_its_base(
 def test_without_a_name_the_base_is_what_the_adapter_was_trained_on(
     data_dir: DataDir, deployed: Deployed, tmp_path: Path, trained_on: str
 ) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.replace(replace(deployed, source="hf:meta/Original@main"))
         registry.add(replace(deployed, name="other"))
     lora = write_peft(tmp_path / "lora", targets=["q_proj"], config={"base_model_name_or_path": trained_on})
@@ -79,7 +79,7 @@ def test_without_a_name_the_base_is_what_the_adapter_was_trained_on(
 def test_a_base_that_is_not_clear_is_asked_for(
     data_dir: DataDir, deployed: Deployed, tmp_path: Path, trained_on: str | None, reason: str
 ) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.replace(replace(deployed, source="hf:meta/Original"))
         registry.add(replace(deployed, name="other", source="hf:meta/Original"))
     config = {"base_model_name_or_path": trained_on}
@@ -128,7 +128,7 @@ def test_a_converted_adapter_is_deployed_where_it_lies_if_it_fits(
     ):
         deploy(data_dir, first.directory, base="tiny", kind="cuda", name="gpu")
     wider = replace(deployed.facts, dimensions=replace(deployed.facts.dimensions, vocab_size=1))
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(replace(deployed, name="wider", facts=wider))
     with pytest.raises(BadCheckpoint, match="other dimensions than `wider`: llama with 3 layers of 64"):
         deploy(data_dir, first.directory, base="wider", name="wide")
@@ -138,7 +138,7 @@ def test_the_files_of_an_adapter_stay_until_it_is_replaced(
     data_dir: DataDir, deployed: Deployed, lora: Path
 ) -> None:
     first = deploy(data_dir, lora, base="tiny")
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         collect(data_dir, registry)
     assert Path(first.directory).is_dir()
     second = deploy(data_dir, lora, base="tiny", overwrite=True)
@@ -151,7 +151,7 @@ def test_a_base_with_adapters_is_replaced_only_by_what_they_fit(
 ) -> None:
     deploy(data_dir, lora, base="tiny")
     narrow = replace(deployed.facts, dimensions=replace(deployed.facts.dimensions, num_layers=2))
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         with pytest.raises(HasAdapters, match="would not fit what is to replace it: my-lora"):
             register(replace(deployed, facts=narrow), True, registry, data_dir)
         register(replace(deployed, facts=replace(deployed.facts, quant="fp8")), True, registry, data_dir)

@@ -33,7 +33,7 @@ TIGHT_BYTES = fixed_bytes_of(LARGE, "cuda", LIMITS, LARGE.max_positions) + (600 
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[Registry]:
-    with Registry.open(DataDir.open(tmp_path)) as registry:
+    with Registry(DataDir.open(tmp_path)) as registry:
         registry.add(Deployed(BIG, "hf:a/b", "/models/big", "/models/big", "digest", LARGE, 1.0))
         yield registry
 
@@ -85,7 +85,7 @@ def test_a_context_is_cut_to_the_budget_and_that_is_said_once(
 def test_where_models_take_turns_a_cut_context_leaves_room_for_what_others_keep(registry: Registry) -> None:
     alone = catalog(registry, TIGHT_BYTES).find(BIG)
     beside = Catalog(
-        *(registry, {}, ENGINE, 300.0), kind="cuda", budget_bytes=TIGHT_BYTES, takes_turns=True
+        registry, {}, ENGINE, 300.0, kind="cuda", budget_bytes=TIGHT_BYTES, takes_turns=True
     ).find(BIG)
     assert 2048 <= beside.max_context < alone.max_context
     promises = Promises(TIGHT_BYTES)
@@ -203,7 +203,12 @@ def test_models_that_have_no_more_than_their_dimensions_in_common_are_of_two_kin
 
 
 ADAPTER = DeployedAdapter(
-    *("shop", BIG, "/lora", "/models/shop", "/models/shop", "digest of shop"),
+    "shop",
+    BIG,
+    "/lora",
+    "/models/shop",
+    "/models/shop",
+    "digest of shop",
     AdapterFacts(4096, 64, LARGE.dtype, 8, ("qkv", "o"), LARGE.dimensions),
     created_at_s=2.5,
 )
@@ -213,8 +218,8 @@ def test_the_name_of_an_adapter_means_its_base_with_the_adapter(registry: Regist
     registry.add(ADAPTER)
     known = catalog(registry, FITTING_BYTES)
     entry = known.find("shop")
-    assert known.adapter("shop") == entry.adapter == ADAPTER
-    assert known.adapter(BIG) is None
+    assert entry.adapter == ADAPTER
+    assert known.find(BIG).adapter is None
     assert replace(entry, adapter=None) == known.find(BIG)
     assert [one.name for one in known.entries()] == [BIG]
     assert [one.name for one in known.adapters()] == ["shop"]
@@ -227,10 +232,10 @@ def test_the_name_of_an_adapter_means_its_base_with_the_adapter(registry: Regist
 def test_a_key_may_use_an_adapter_only_by_its_own_name(registry: Registry) -> None:
     registry.add(ADAPTER)
     known = catalog(registry, FITTING_BYTES)
-    assert known.adapter("shop", allowed=["shop"]) == ADAPTER
+    assert known.find("shop", allowed=["shop"]).adapter == ADAPTER
     assert known.adapters(allowed=[BIG]) == []
     with pytest.raises(UnknownModel, match="deployed: big"):
-        known.adapter("shop", allowed=[BIG])
+        known.find("shop", allowed=[BIG])
     with pytest.raises(UnknownModel, match="deployed: shop"):
         known.find(BIG, allowed=["shop"])
 
@@ -251,7 +256,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused_with_the_reason(
     registry.add(replace(ADAPTER, facts=replace(ADAPTER.facts, dtype="float32")))
     known = catalog(registry, FITTING_BYTES)
     with pytest.raises(UnsupportedModel, match=r"`shop` .* for float32, .* `big` is computed in bfloat16"):
-        known.adapter("shop")
+        known.find("shop")
     assert known.adapters() == []
     known.refresh()
     assert len([one for one in caplog.records if "adapter_unfit" in one.getMessage()]) == 1

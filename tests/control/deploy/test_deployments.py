@@ -20,7 +20,6 @@ from hearth.control.deploy.deployed import Deployed, DeployedAdapter, ModelLocat
 from hearth.control.deploy.deployer import carry_out
 from hearth.control.deploy.deployments import Deployments
 from hearth.control.deploy.registry import Registry
-from hearth.control.deploy.upstream_looks import UpstreamLooks
 from hearth.control.driver import Driver
 from hearth.control.journal import Journal
 from hearth.control.observe.metrics import Metrics
@@ -76,13 +75,18 @@ class DeploymentsRig:
     def __init__(self, data_dir: DataDir, models: dict[str, ModelConfig]) -> None:
         config, brain = HearthConfig(), BrainConfig()
         self.data_dir, self.keeper = data_dir, Keeper()
-        self.registry = Registry.open(data_dir)
+        self.registry = Registry(data_dir)
         self.journal = Journal(data_dir.journal_path, brain, 1 << 30)
         catalog = Catalog(self.registry, models, config.engine, config.service.keep_alive)
         metrics = Metrics()
         self.driver = Driver(
-            *(Fleet(brain), self.journal, Observer(metrics), PoolReports(), Snapshots(metrics)),
-            *(catalog.host_order, catalog.prepare_orders),
+            Fleet(brain),
+            self.journal,
+            Observer(metrics),
+            PoolReports(),
+            Snapshots(metrics),
+            catalog.host_order,
+            catalog.prepare_orders,
         )
         self.deployments = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
 
@@ -117,7 +121,7 @@ def with_shop(
 def made(data_dir: DataDir, source: Path | str, name: str) -> Deployed:
     """Deployed and registered without the service."""
     deployed = carry_out(DeployOrder(str(source), name), data_dir, lambda *_: None)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(deployed)
     return deployed
 
@@ -213,8 +217,9 @@ def test_upstream_is_looked_at_once_at_a_time_and_rarely_for_those_who_only_ask(
 
     async def scene(rig: DeploymentsRig) -> None:
         rig.keeper.versions[url] = far.digest
-        keeper, upstream, looks = rig.keeper, rig.deployments.upstream, UpstreamLooks(rig.keeper)
-        assert set(await asyncio.gather(*(looks.version(url, 0.0) for _ in range(5)))) == {far.digest}
+        keeper, upstream = rig.keeper, rig.deployments.upstream
+        versions = await asyncio.gather(*(keeper.upstream_version(url, 0.0) for _ in range(5)))
+        assert set(versions) == {far.digest}
         assert keeper.looked == [url]
         keeper.looked.clear()
         unchanged = UpstreamView("unchanged", far.digest)
@@ -237,8 +242,7 @@ def test_who_leaves_while_upstream_is_looked_at_does_not_end_it_for_others(
 
     async def scene(rig: DeploymentsRig) -> None:
         rig.keeper.versions[url] = far.digest
-        looks = UpstreamLooks(rig.keeper)
-        first, second = (asyncio.create_task(looks.version(url, 0.0)) for _ in range(2))
+        first, second = (asyncio.create_task(rig.keeper.upstream_version(url, 0.0)) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
         assert await second == far.digest
@@ -370,7 +374,7 @@ def test_models_that_come_and_go_without_the_service_are_followed(
         deployed = made(data_dir, converted, "tiny")
         assert rig.deployments.find("tiny").deployed == deployed
         assert rig.brain_knows() == {"tiny"}
-        with Registry.open(data_dir) as other:
+        with Registry(data_dir) as other:
             other.replace(replace(deployed, digest="1" * 32))
             assert rig.deployments.find("tiny").deployed.digest == "1" * 32
             assert rig.driver.fleet.models["tiny"].profile.digest == "1" * 32
@@ -412,7 +416,7 @@ def test_a_base_that_changes_keeps_its_adapters_and_warns_of_them(
 ) -> None:
     base = made(data_dir, checkpoint, "tiny")
     order = DeployOrder(str(write_peft(tmp_path / "lora", targets=["q_proj"])), "shop", base="tiny")
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(carry_out(order, data_dir, lambda *_: None))
         assert register(base, True, registry, data_dir).warning is None, "its weights are the same"
 
@@ -438,7 +442,7 @@ def test_a_base_goes_with_its_adapters_and_their_files_and_memory(
         order = DeployOrder(str(lora), "shop", base="tiny")
         adapter = carry_out(order, data_dir, lambda *_: None)
         assert isinstance(adapter, DeployedAdapter)
-        with Registry.open(data_dir) as other:
+        with Registry(data_dir) as other:
             other.add(adapter)
         (entry,) = rig.deployments.adapters()
         assert entry == rig.deployments.find("clerk")
@@ -446,7 +450,7 @@ def test_a_base_goes_with_its_adapters_and_their_files_and_memory(
         with pytest.raises(HasAdapters, match="shop"):
             await rig.deployments.remove("tiny")
         assert len(list(data_dir.models_path.iterdir())) == 2
-        with Registry.open(data_dir) as other:  # the same once more
+        with Registry(data_dir) as other:  # the same once more
             other.add(replace(adapter, name="stall"))
         await rig.deployments.remove("stall")
         assert told == []
@@ -468,7 +472,7 @@ def test_files_stay_for_requests_that_run_when_their_model_or_adapter_is_removed
     lora = write_peft(tmp_path / "lora", targets=["q_proj"])
     adapter = carry_out(DeployOrder(str(lora), "shop", base="tiny"), data_dir, lambda *_: None)
     assert isinstance(adapter, DeployedAdapter)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(adapter)
     all_files = set(data_dir.models_path.iterdir())
 
@@ -498,7 +502,7 @@ def test_files_stay_for_requests_that_run_when_their_model_or_adapter_is_removed
 def test_an_adapter_goes_alone_by_its_alias(data_dir: DataDir, checkpoint: Path, tmp_path: Path) -> None:
     base = made(data_dir, checkpoint, "tiny")
     lora = write_peft(tmp_path / "lora", targets=["q_proj"])
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(carry_out(DeployOrder(str(lora), "shop", base="tiny"), data_dir, lambda *_: None))
 
     async def scene(rig: DeploymentsRig) -> None:

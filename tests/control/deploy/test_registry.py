@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from bench.failing_disk import failing_writes
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.deployed import AdapterFacts, Deployed, DeployedAdapter
-from hearth.control.deploy.names import Names, check_name, file_name
-from hearth.control.deploy.nearest_name import MAX_COMPARED
+from hearth.control.deploy.names import MAX_COMPARED, Names, check_name, file_name
 from hearth.control.deploy.registry import Registry
 from hearth.core.config import ModelConfig
 from hearth.core.errors import (
@@ -53,7 +52,7 @@ import pickle, sys
 from dataclasses import replace
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.registry import Registry
-registry, tiny = Registry.open(DataDir.open(sys.argv[1])), pickle.loads(bytes.fromhex(sys.argv[2]))
+registry, tiny = Registry(DataDir.open(sys.argv[1])), pickle.loads(bytes.fromhex(sys.argv[2]))
 for number in range(1_000_000):
     registry.replace(replace(tiny, name=f"model-{number}", source="x" * 5000))
     print(number, flush=True)
@@ -66,17 +65,17 @@ def data_dir(tmp_path: Path) -> DataDir:
 
 
 def test_what_was_added_is_there_when_it_is_opened_again(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         registry.add(OTHER)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         assert registry.location("tiny") == TINY.location
         assert registry.location("nobody") is None
         assert registry.all() == [OTHER, TINY]
 
 
 def test_a_name_is_taken_once_and_can_be_replaced(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         with pytest.raises(NameTaken, match="deployed as `tiny` already; choose another name, or replace"):
             registry.add(replace(TINY, source="elsewhere"))
@@ -92,13 +91,13 @@ def hexadecimal(number: int) -> str:
 def test_each_model_has_a_slot_of_its_own_for_as_long_as_it_is_the_same(data_dir: DataDir) -> None:
     """By their digests all three would have one."""
     models = [replace(TINY, name=f"m{at}", digest=hexadecimal(7 + at * NUM_SLOTS)) for at in range(3)]
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         for model in models:
             registry.add(model)
         assert registry.space_slots() == {"m0": 7, "m1": 8, "m2": 9}
         registry.remove("m0")
         registry.replace(replace(models[2], source="elsewhere"))
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         assert registry.space_slots() == {"m1": 8, "m2": 9}
         registry.replace(replace(models[1], digest=hexadecimal(90)))
         registry.replace(replace(models[2], digest=hexadecimal(9 + NUM_SLOTS)))
@@ -110,7 +109,7 @@ def test_a_model_gets_the_slot_that_a_snapshot_of_it_was_made_for(data_dir: Data
     digest = hexadecimal(3)
     fingerprint = replace(FINGERPRINT, manifest=digest, addresses="slot=5 weights=0x18000000000")
     kept = SnapshotDirectory.open(data_dir.snapshots_path, 1 << 20).save(fingerprint, {"section": b"1"})
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(replace(TINY, digest=digest))
         registry.add(replace(TINY, name="twin", digest=digest))
         assert registry.space_slots() == {"tiny": 5, "twin": 3}
@@ -121,19 +120,19 @@ def test_a_model_gets_the_slot_that_a_snapshot_of_it_was_made_for(data_dir: Data
 
 
 def test_models_that_were_deployed_when_there_were_no_slots_get_theirs(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         registry.add(replace(OTHER, digest=hexadecimal(3)))
     connection = sqlite3.connect(data_dir.registry_path)
     connection.execute("drop table space_slots")
     connection.commit()
     connection.close()
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         assert registry.space_slots() == {"tiny": 0, "Other-1.0": 3}
 
 
 def test_models_beyond_all_slots_have_none(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         with registry.transaction():
             for number in range(NUM_SLOTS + 2):
                 registry.add(replace(TINY, name=f"m{number:03}"))
@@ -144,19 +143,19 @@ def test_models_beyond_all_slots_have_none(data_dir: DataDir) -> None:
 
 
 def test_a_model_whose_slot_is_none_any_more_gets_another(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(replace(TINY, digest=hexadecimal(7)))
         registry.add(replace(OTHER, digest=hexadecimal(3)))
     connection = sqlite3.connect(data_dir.registry_path)
     connection.execute("update space_slots set slot = ? where name = 'tiny'", [NUM_SLOTS])
     connection.commit()
     connection.close()
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         assert registry.space_slots() == {"tiny": 7, "Other-1.0": 3}
 
 
 def test_a_removed_model_is_returned_and_gone(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         assert registry.remove("tiny") == [TINY.location]
         with pytest.raises(UnknownModel, match="no model is deployed under `tiny`"):
@@ -164,7 +163,7 @@ def test_a_removed_model_is_returned_and_gone(data_dir: DataDir) -> None:
 
 
 def test_two_processes_see_each_others_models(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as service, Registry.open(data_dir) as cli:
+    with Registry(data_dir) as service, Registry(data_dir) as cli:
         cli.add(TINY)
         assert service.all() == [TINY]
         service.remove("tiny")
@@ -180,7 +179,7 @@ def test_a_writer_that_is_killed_leaves_every_model_it_has_told_of(data_dir: Dat
         assert writer.stdout is not None
         told = [int(writer.stdout.readline()) for _ in range(50)][-1]
         writer.kill()
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         names = {model.name for model in registry.all()}
     assert {f"model-{number}" for number in range(told + 1)} <= names
     connection = sqlite3.connect(data_dir.registry_path)
@@ -191,14 +190,14 @@ def test_a_writer_that_is_killed_leaves_every_model_it_has_told_of(data_dir: Dat
 def test_a_file_that_is_no_registry_is_refused(data_dir: DataDir) -> None:
     data_dir.registry_path.write_bytes(b"no database" * 1000)
     with pytest.raises(DataDirError, match=r"registry.db` cannot be used: file is not a database; check"):
-        Registry.open(data_dir)
+        Registry(data_dir)
 
 
 @pytest.mark.parametrize("facts", ["{}", EARLIER_FACTS])
 def test_a_row_that_cannot_be_read_hides_no_other_and_can_go(
     data_dir: DataDir, caplog: pytest.LogCaptureFixture, facts: str
 ) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         registry.add(OTHER)
         connection = sqlite3.connect(data_dir.registry_path)
@@ -216,7 +215,7 @@ def test_a_row_that_cannot_be_read_hides_no_other_and_can_go(
 def test_a_model_that_was_deployed_when_families_were_not_kept_is_served_all_the_same(
     data_dir: DataDir,
 ) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         with closing(sqlite3.connect(data_dir.registry_path)) as connection:
             connection.execute("update models set facts = json_remove(facts, '$.family')")
@@ -225,7 +224,7 @@ def test_a_model_that_was_deployed_when_families_were_not_kept_is_served_all_the
 
 
 def test_what_is_done_in_a_transaction_is_undone_if_it_fails(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry, Registry.open(data_dir) as other:
+    with Registry(data_dir) as registry, Registry(data_dir) as other:
         registry.add(TINY)
         with suppress(ConfigError), registry.transaction():
             registry.replace(replace(TINY, source="elsewhere"))
@@ -236,14 +235,14 @@ def test_what_is_done_in_a_transaction_is_undone_if_it_fails(data_dir: DataDir) 
 
 
 def test_a_registry_that_another_keeps_busy_is_told(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as busy, Registry.open(data_dir, wait_s=0.0) as registry, busy.transaction():
+    with Registry(data_dir) as busy, Registry(data_dir, wait_s=0.0) as registry, busy.transaction():
         assert registry.all() == [], "who only reads waits for nobody"
         with pytest.raises(DataDirError, match=r"another process keeps `.*registry.db` busy; try again"):
             registry.add(TINY)
 
 
 def test_a_disk_that_fails_writes_is_told_and_works_again_when_it_does(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         with (
             failing_writes([os.getpid()]),
             pytest.raises(StoreError, match=r"`.*registry.db` .*: room, quotas"),
@@ -255,7 +254,7 @@ def test_a_disk_that_fails_writes_is_told_and_works_again_when_it_does(data_dir:
 
 
 def test_a_change_by_another_is_noticed_once(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry, Registry.open(data_dir) as other:
+    with Registry(data_dir) as registry, Registry(data_dir) as other:
         registry.has_changed()
         registry.add(TINY)
         assert not registry.has_changed(), "its own changes are known"
@@ -274,27 +273,37 @@ def test_a_name_is_letters_digits_and_a_few_signs_in_parts_as_hubs_have_them(nam
 @pytest.mark.parametrize(
     "name",
     [
-        *("", ".", "..", ".a", "-a", "a..b", "a\\b", "a b", "a\n", "é", "x" * 129, "a\0", "../../etc"),
-        *(
-            "/a",
-            "a/",
-            "a//b",
-            "a/./b",
-            "a/../b",
-            "a/.b",
-            "a:",
-            ":a",
-            "a::b",
-            "hf:org/a",
-            "s3://bucket/a",
-            "a%2Fb",
-        ),
+        "",
+        ".",
+        "..",
+        ".a",
+        "-a",
+        "a..b",
+        "a\\b",
+        "a b",
+        "a\n",
+        "é",
+        "x" * 129,
+        "a\0",
+        "../../etc",
+        "/a",
+        "a/",
+        "a//b",
+        "a/./b",
+        "a/../b",
+        "a/.b",
+        "a:",
+        ":a",
+        "a::b",
+        "hf:org/a",
+        "s3://bucket/a",
+        "a%2Fb",
     ],
 )
 def test_what_could_lead_elsewhere_is_no_name(name: str, data_dir: DataDir) -> None:
     with pytest.raises(RequestError, match="a name is 1 to 128 letters"):
         check_name(name)
-    with Registry.open(data_dir) as registry, pytest.raises(RequestError):
+    with Registry(data_dir) as registry, pytest.raises(RequestError):
         registry.add(replace(TINY, name=name))
 
 
@@ -420,17 +429,22 @@ def test_who_may_know_of_some_models_is_told_of_no_other() -> None:
 
 
 ADAPTER = DeployedAdapter(
-    *("shop", "tiny", "/lora", "/models/shop", "/models/shop", "1" * 32),
+    "shop",
+    "tiny",
+    "/lora",
+    "/models/shop",
+    "/models/shop",
+    "1" * 32,
     AdapterFacts(4096, 64, LARGE.dtype, 8, ("qkv",), LARGE.dimensions),
     created_at_s=2.5,
 )
 
 
 def test_an_adapter_is_kept_beside_its_base_and_apart_from_models(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         registry.add(ADAPTER)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         assert registry.all() == [TINY]
         assert registry.adapters() == [ADAPTER]
         assert registry.location("shop") == ADAPTER.location
@@ -438,7 +452,7 @@ def test_an_adapter_is_kept_beside_its_base_and_apart_from_models(data_dir: Data
 
 
 def test_models_and_adapters_share_their_names(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         registry.add(ADAPTER)
         with pytest.raises(NameTaken, match="`shop`"):
@@ -450,7 +464,7 @@ def test_models_and_adapters_share_their_names(data_dir: DataDir) -> None:
 
 
 def test_an_adapter_replaces_an_adapter_and_no_model(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         registry.add(OTHER)
         registry.add(ADAPTER)
@@ -465,7 +479,7 @@ def test_an_adapter_replaces_an_adapter_and_no_model(data_dir: DataDir) -> None:
 
 @pytest.mark.parametrize("base", ["nobody", "other-lora"])
 def test_an_adapter_needs_a_model_that_is_deployed(data_dir: DataDir, base: str) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         registry.add(replace(ADAPTER, name="other-lora"))
         with pytest.raises(UnknownModel, match=f"no model that is deployed: `{base}`; .*--base"):
@@ -473,7 +487,7 @@ def test_an_adapter_needs_a_model_that_is_deployed(data_dir: DataDir, base: str)
 
 
 def test_a_base_goes_with_its_adapters_or_not_at_all(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         registry.add(ADAPTER)
         with pytest.raises(HasAdapters, match=r"`tiny` has adapters.*shop; .*--with-adapters"):
@@ -484,7 +498,7 @@ def test_a_base_goes_with_its_adapters_or_not_at_all(data_dir: DataDir) -> None:
 
 
 def test_an_adapter_is_removed_alone(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         registry.add(ADAPTER)
         assert registry.remove("shop") == [ADAPTER.location]
@@ -499,12 +513,12 @@ def test_no_base_goes_while_an_adapter_of_it_is_registered(
 
     def put_late(registry: Registry, verb: str, deployed: Deployed | DeployedAdapter) -> None:
         if isinstance(deployed, DeployedAdapter):
-            with pytest.raises(DataDirError, match="busy") as busy, Registry.open(data_dir, 0.0) as other:
+            with pytest.raises(DataDirError, match="busy") as busy, Registry(data_dir, 0.0) as other:
                 other.remove("tiny")
             refused.append(busy.value)
         put(registry, verb, deployed)
 
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         monkeypatch.setattr(Registry, "_put", put_late)
         registry.add(ADAPTER)
@@ -513,7 +527,7 @@ def test_no_base_goes_while_an_adapter_of_it_is_registered(
 
 def test_a_base_is_replaced_only_by_what_its_adapters_fit(data_dir: DataDir) -> None:
     wider = replace(LARGE, dimensions=replace(LARGE.dimensions, hidden_size=1))
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(TINY)
         registry.add(ADAPTER)
         registry.replace(replace(TINY, source="elsewhere", facts=replace(LARGE, quant="int8")))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import generate_latest
 
-from hearth.control.observe.latencies import Latencies
 from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.model_metrics import Latencies
 from tests.control.shown_metrics import shown
 
 

@@ -200,5 +200,7 @@ def test_a_model_that_loads_again_unasked_shows_what_has_landed() -> None:
 def test_models_come_in_the_order_of_workers_and_names() -> None:
     told = {WorkerId("w1"): pong(use(A)), W0: pong(use(B), use(A))}
     assert [(view.worker, view.model) for view in resident_views([], told, 0.0)] == [
-        *(("w0", "a"), ("w0", "b"), ("w1", "a"))
+        ("w0", "a"),
+        ("w0", "b"),
+        ("w1", "a"),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from hearth.cli.waterfall import waterfall
+from hearth.control.observe.explanation import explain
 from hearth.control.observe.load_log import LoadLog
 from hearth.control.observe.timeline import MAX_EXPLAINED, MAX_WAITS, Timeline, Timelines
 from hearth.control.requests.caller import ANYBODY, OPERATOR, Caller, GroupId
@@ -23,7 +24,9 @@ def timeline() -> Timeline:
 def loaded() -> ModelLoaded:
     rungs = (RungBytes(Rung.HOST, 3_000_000, 0.1), RungBytes(Rung.DISK, 1_000_000, 0.3))
     return ModelLoaded(
-        *(ModelId("m"), 1, rungs),
+        ModelId("m"),
+        1,
+        rungs,
         reused_bytes=6_000_000,
         shared_bytes=0,
         open_s=0.05,
@@ -42,7 +45,7 @@ def test_a_warm_request_is_queue_prefill_and_decode() -> None:
     for now_s in (101.0, 101.5, 102.0):
         line.token(now_s)
     line.ended(102.0, "stop")
-    told = line.explain(now_s=200.0)
+    told = explain(line, now_s=200.0)
     assert (told.outcome, told.worker, told.why, told.options) == ("stop", "w0", "resident", (option,))
     assert (told.queue_s, told.load_s, told.first_token_s, told.total_s) == (0.5, None, 1.0, 2.0)
     assert (told.num_cached_tokens, told.num_output_tokens, told.tokens_per_s) == (4, 3, 2.0)
@@ -58,11 +61,11 @@ def test_a_request_for_an_adapter_shows_its_base_and_where_the_adapter_came_from
     line = timeline()
     line.adapter = "tuned"
     line.placed(100.5, W0, "resident", (), None)
-    assert line.explain(now_s=100.6).adapter_tier is None
+    assert explain(line, now_s=100.6).adapter_tier is None
     rungs = (RungBytes(Rung.HOST, 3_000_000, 0.001), RungBytes(Rung.DISK, 5_000_000, 0.2))
     line.adapter_loaded(100.8, AdapterLoaded(AdapterId("a"), (1,), 8_000_000, rungs, 0.05, 0.25))
     line.started(100.9, num_cached_tokens=0, waited_s=0.4)
-    told = line.explain(now_s=101.0)
+    told = explain(line, now_s=101.0)
 
     assert (told.model, told.base, told.adapter_tier) == ("tuned", "m", "disk")
     assert (told.adapter_wait_s, told.adapter_load_s) == (0.05, 0.25)
@@ -76,11 +79,11 @@ def test_kernels_that_came_to_the_device_are_shown_behind_the_engine() -> None:
     line, load = timeline(), LoadLog(W0, began_s=100.0)
     line.placed(100.0, W0, "free_room", (), load)
     load.succeed(100.8, structs.replace(loaded(), kernels_s=0.06))
-    told = line.explain(now_s=101.0)
+    told = explain(line, now_s=101.0)
     spans = {span.what: (round(span.begin_s, 6), round(span.end_s, 6)) for span in told.spans}
     assert (spans["assemble"], spans["kernels"]) == ((0.25, 0.29), (0.29, 0.35))
     load.succeed(100.8, structs.replace(loaded(), kernels_s=1e-6))
-    assert "kernels" not in {span.what for span in line.explain(now_s=101.0).spans}, "they were there"
+    assert "kernels" not in {span.what for span in explain(line, now_s=101.0).spans}, "they were there"
 
 
 def test_a_request_whose_adapter_was_there_says_so() -> None:
@@ -88,7 +91,7 @@ def test_a_request_whose_adapter_was_there_says_so() -> None:
     line.adapter = "tuned"
     line.placed(100.5, W0, "resident", (), None)
     line.started(100.6, num_cached_tokens=0, waited_s=0.1)
-    told = line.explain(now_s=101.0)
+    told = explain(line, now_s=101.0)
 
     assert (told.adapter_tier, told.adapter_load_s) == ("device", 0.0)
     assert "an adapter of m, which was on the device" in waterfall(told, 80)
@@ -102,7 +105,7 @@ def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
         load.progressed(100.3 + number / 10, number)
     load.succeed(100.8, loaded())
     line.token(100.9)
-    told = line.explain(now_s=101.0)
+    told = explain(line, now_s=101.0)
     assert told.outcome == "running"
     assert told.load_s is not None
     assert round(told.load_s, 6) == 0.8
@@ -117,7 +120,9 @@ def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
     details = {span.what: span.detail for span in told.spans}
     assert details["load"] == "0.003 GB from host, 0.001 GB from disk, 0.006 GB were there"
     assert [mark.detail for mark in told.marks if mark.what == "layers_ready"] == [
-        *("1 layer can run", "2 layers can run", "3 layers can run")
+        "1 layer can run",
+        "2 layers can run",
+        "3 layers can run",
     ]
     others = [mark.what for mark in told.marks if mark.what != "layers_ready"]
     assert others == ["queued", "placed", "first_layer", "loaded", "first_token"]
@@ -126,7 +131,7 @@ def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
 def test_a_load_that_began_before_the_request_begins_with_it() -> None:
     line = timeline()
     line.placed(100.0, W0, "loading", (), LoadLog(W0, began_s=90.0))
-    (span,) = [span for span in line.explain(now_s=101.0).spans if span.what == "load"]
+    (span,) = [span for span in explain(line, now_s=101.0).spans if span.what == "load"]
     assert (span.begin_s, span.end_s, span.detail) == (0.0, 1.0, "under way")
 
 
@@ -143,11 +148,11 @@ def again(began_s: float) -> LoadLog:
 def test_a_load_that_was_expected_and_never_came_does_not_outlive_its_request() -> None:
     line, load = timeline(), again(100.0)
     line.placed(100.0, W0, "resident", (), load)
-    assert line.explain(now_s=100.5).load_s == 0.5
+    assert explain(line, now_s=100.5).load_s == 0.5
     line.ended(101.0, "bad_request", "no such grammar")
-    assert line.explain(now_s=700.0).load_s == 1.0
+    assert explain(line, now_s=700.0).load_s == 1.0
     load.call_off()
-    told = line.explain(now_s=700.0)
+    told = explain(line, now_s=700.0)
     assert (told.load_s, [span.what for span in told.spans]) == (None, ["queue"])
 
 
@@ -157,11 +162,11 @@ def test_a_load_that_was_expected_of_one_request_and_came_for_another_is_the_oth
     first.ended(101.0, "cancelled")
     second.arrived_s = 300.0
     second.placed(300.0, W0, "resident", (), load)
-    assert second.explain(now_s=300.5).load_s == 0.5
+    assert explain(second, now_s=300.5).load_s == 0.5
     load.progressed(300.6, 3)
     load.succeed(300.75, loaded())
-    assert second.explain(now_s=310.0).load_s == 0.75
-    told = first.explain(now_s=310.0)
+    assert explain(second, now_s=310.0).load_s == 0.75
+    told = explain(first, now_s=310.0)
     assert (told.load_s, told.rungs, told.total_s) == (None, (), 1.0)
     assert [mark.what for mark in told.marks] == ["queued", "placed", "ended"]
 
@@ -171,7 +176,7 @@ def test_a_request_that_was_cancelled_during_a_load_saw_it_until_then() -> None:
     line.placed(100.0, W0, "free_room", (), load)
     line.ended(100.5, "cancelled")
     load.succeed(100.75, loaded())
-    told = line.explain(now_s=200.0)
+    told = explain(line, now_s=200.0)
     assert told.load_s == 0.5
     assert max(span.end_s for span in told.spans) == 0.5
     assert told.marks[-1].what == "ended"
@@ -187,7 +192,7 @@ def test_a_resumed_request_has_two_stays() -> None:
     line.started(103.0, 0, 0.0)
     line.token(104.0)
     line.ended(104.0, "length")
-    told = line.explain(now_s=200.0)
+    told = explain(line, now_s=200.0)
     assert (told.worker, told.num_resumes, told.num_output_tokens) == ("w1", 1, 2)
     assert [(s.what, s.begin_s, s.end_s) for s in told.spans if s.what != "queue"] == [
         ("prefill", 0.0, 1.0),
@@ -202,7 +207,7 @@ def test_a_resumed_request_has_two_stays() -> None:
 def test_a_request_that_was_refused_is_explained_too() -> None:
     line = timeline()
     line.ended(100.2, "no_capacity", "needs 3 GB")
-    told = line.explain(now_s=300.0)
+    told = explain(line, now_s=300.0)
     assert (told.outcome, told.error, told.worker) == ("no_capacity", "needs 3 GB", None)
     assert [span.what for span in told.spans] == ["queue"]
 
@@ -239,7 +244,7 @@ def test_a_request_is_found_by_its_own_id_or_by_the_last_that_its_client_gave() 
 def test_the_clients_names_of_a_request_are_explained() -> None:
     trace = TraceParent("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", is_sampled=True)
     line = Timeline(RequestId("r0"), "m", 0.0, 0.0, 1, ANYBODY.group, correlation=Correlation("mine", trace))
-    told = line.explain(1.0)
+    told = explain(line, 1.0)
     assert (told.request_id, told.client_request_id) == ("r0", "mine")
     assert told.traceparent == "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -254,7 +259,7 @@ def test_every_pause_is_counted_and_the_first_ones_are_told() -> None:
         line.turn_ended(101.0 + number, TurnEnd.AHEAD)
         assert line.turn_began(101.25 + number) == 0.25
     line.turn_ended(150.0, TurnEnd.TIME)
-    told = line.explain(now_s=152.0)
+    told = explain(line, now_s=152.0)
     assert (told.num_pauses, told.paused_s) == (41, 12.0)
     paused = [span for span in told.spans if span.what == "paused"]
     assert len(paused) == MAX_WAITS - 1, "one was the wait for the first turn, which took no time"
@@ -272,7 +277,7 @@ def test_a_request_that_ends_or_loses_its_worker_while_paused_is_paused_no_longe
     line.placed(103.0, W1, "free_room", (), None)
     line.turn_ended(104.0, TurnEnd.TIME)
     line.ended(105.0, "cancelled")
-    told = line.explain(now_s=200.0)
+    told = explain(line, now_s=200.0)
     assert (told.num_pauses, told.paused_s) == (2, 2.0)
     assert [(span.begin_s, span.end_s) for span in told.spans if span.what == "paused"] == [
         (1.0, 2.0),

@@ -9,7 +9,6 @@ import pytest
 
 from hearth.control.requests.active_request import ActiveRequest, ActiveRequests
 from hearth.control.requests.generation import AnswerStream
-from hearth.core.messages import Sampling
 from hearth.core.types import ModelId, RequestId, SamplingParams, WorkerId
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
@@ -29,7 +28,7 @@ def request_of(tokenizer: Tokenizer, name: str, model: ModelId = A) -> ActiveReq
         request_id=request_id,
         model=model,
         prompt=(1,),
-        sampling=Sampling.of(params, 0),
+        sampling=params,
         salt=b"",
         guide=None,
         stream=AnswerStream(request_id, model, tokenizer, 1, lambda: None),

@@ -18,7 +18,7 @@ from hearth.control.requests.active_request import ActiveRequest
 from hearth.control.requests.fact_decoder import MAX_TEXT_S, DecodedFact, DecodedLate, FactDecoder
 from hearth.control.requests.generation import AnswerStream
 from hearth.core import wire
-from hearth.core.messages import Fact, HostingFailed, RunFailed, Sampling, StepDone
+from hearth.core.messages import Fact, HostingFailed, RunFailed, StepDone
 from hearth.core.types import FinishReason, ModelId, PromptReading, RequestId, SamplingParams
 from hearth.node.worker_link import WorkerLink
 from hearth.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ def active(tokenizer: Tokenizer, run: int, kind: type[Transcript] = Transcript) 
         request_id=request_id,
         model=MODEL,
         prompt=(1,),
-        sampling=Sampling.of(params, 0),
+        sampling=params,
         salt=b"",
         guide=None,
         stream=AnswerStream(request_id, MODEL, tokenizer, 1, lambda: None),
@@ -123,7 +123,7 @@ def test_one_text_that_breaks_leaves_the_others_alone(
 def test_a_request_of_no_tokens_ends_without_the_one_that_its_step_sampled(converted: Path) -> None:
     tokenizer = Tokenizer.load(converted)
     runs = {1: active(tokenizer, 1), 2: active(tokenizer, 2)}
-    runs[2].sampling = Sampling.of(SamplingParams(max_tokens=0), 0)
+    runs[2].sampling = SamplingParams(max_tokens=0)
 
     async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact]) -> None:
         link = WorkerLink(b"", lambda _: False, None)  # type: ignore[arg-type] # it is never connected

@@ -47,13 +47,13 @@ def anthropic_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     @routes.post("/count_tokens", summary="Count the tokens of a conversation")
     async def count_tokens(body: ConversationBody, request: Request) -> Response:
         caller = caller_of(request)
-        with gateway.admit(caller):
+        with gateway.admissions.admit(caller):
             chat = await off_loop_if_large(request, body.chat_body)
-            tokenizer = await gateway.tokenizer(body.model, caller) if chat.uses_tools else None
+            tokenizer = await gateway.prompts.tokenizer(body.model, caller) if chat.uses_tools else None
             specify = partial(chat.answer_spec, MessageDialect(), tokenizer)
             (asked,) = (await off_loop_if_large(request, specify)).requests
             assert isinstance(asked.prompt, ChatPrompt), f"{type(asked.prompt)=}"
-            tokens = await gateway.tokenize(asked.model, asked.prompt, caller, None)
+            tokens = await gateway.prompts.tokenize(asked.model, asked.prompt, caller, None)
         ignored = answers.count_ignored(body.ignored_fields)
         return as_json({"input_tokens": len(tokens)}, headers=ignored)
 

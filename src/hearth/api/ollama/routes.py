@@ -86,19 +86,21 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     @routes.get("/api/tags", summary="List the deployed models")
     async def list_models(request: Request) -> Response:
         """An alias is listed as a model is."""
-        models = gateway.models(caller_of(request))
+        models = gateway.deployments.models(caller_of(request))
         return as_json({"models": [tag_object(name, view) for view in models for name in view.names]})
 
     @routes.post("/api/show", summary="Show a deployed model")
     async def show_model(body: NamedModelBody, request: Request) -> Response:
         caller = caller_of(request)
-        view = gateway.model(body.meant, caller)
-        return as_json(show_object(view, (await gateway.tokenizer(view.name, caller)).chat_template_text))
+        view = gateway.deployments.model(body.meant, caller)
+        return as_json(
+            show_object(view, (await gateway.prompts.tokenizer(view.name, caller)).chat_template_text)
+        )
 
     @routes.get("/api/ps", summary="List the models that are loaded")
     async def list_residents(request: Request) -> Response:
-        shown = await gateway.look()
-        views = {view.name: view for view in gateway.models(caller_of(request))}
+        shown = await gateway.views.look()
+        views = {view.name: view for view in gateway.deployments.models(caller_of(request))}
         kinds = {worker.worker: worker.kind for worker in shown.workers}
         residents = (one for one in shown.models if one.is_hosted and one.model in views)
         return as_json(
@@ -125,14 +127,14 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
             return await load_or_unload(body, GENERATE, request)
         caller, ignored, context = caller_of(request), body.ignored_fields, body.context or ()
         dialect = dialect_of(body.model, GENERATE, request, has_context=not body.raw)
-        if body.raw or not gateway.model(body.model, caller).has_chat_template:
+        if body.raw or not gateway.deployments.model(body.model, caller).has_chat_template:
             return await answers.completion(body.raw_body(), dialect, request, ignored, context)
         return await answers.chat(body.chat_body(), dialect, request, ignored, context)
 
     @routes.post("/api/embed", summary="Compute the embeddings of texts")
     async def embed(body: EmbedBody, request: Request) -> Response:
         if not body.input:
-            gateway.model(body.model, caller_of(request))
+            gateway.deployments.model(body.model, caller_of(request))
             return as_json({"model": body.model, "embeddings": []})
         dialect = EmbedDialect(body.model, explain_for(request))
         return await answers.embedding(body.embedding_body(), dialect, request, body.ignored_fields)
@@ -147,7 +149,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     async def pull(body: NamedModelBody, request: Request) -> Response:
         """Many clients pull what they are about to use. What is deployed is there; nothing is fetched."""
         try:
-            gateway.model(body.meant, caller_of(request))
+            gateway.deployments.model(body.meant, caller_of(request))
         except UnknownModel as error:
             raise UnknownModel(f"{error}; deploy others with `hearth deploy hf:ORG/NAME`") from error
         return as_json({"status": "success"})
@@ -172,7 +174,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
             least = {"model": body.model, "prompt": [0], "max_tokens": 1, "keep_alive": body.keep_alive}
             dialect = LoadDialect(format, body.model)
             return await answers.completion(CompletionBody.model_validate(least), dialect, request)
-        view = gateway.model(body.model, caller)
+        view = gateway.deployments.model(body.model, caller)
         if not caller.has_role("admin"):
             raise Forbidden(
                 "`keep_alive` of 0 without anything to answer unloads the model, also for others, which "
@@ -187,6 +189,6 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         return OllamaDialect(format, model, explain_for(request), has_context)
 
     def explain_for(request: Request) -> partial[Explanation | None]:
-        return partial(gateway.explain, caller=caller_of(request))
+        return partial(gateway.views.explain, caller=caller_of(request))
 
     return routes

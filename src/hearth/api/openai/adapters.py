@@ -59,7 +59,7 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
         """
         # Before the work; the registry looks again. A limited key does not know the models of others.
         with suppress(UnknownModel):
-            if gateway.model(body.lora_name, OPERATOR).base is None:
+            if gateway.deployments.model(body.lora_name, OPERATOR).base is None:
                 raise name_of_model(body.lora_name)
         order = (_source_of(body.lora_path), body.lora_name, "auto", "none", body.load_inplace)
         try:
@@ -87,12 +87,12 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
     async def unload(body: UnloadAdapterBody, request: Request) -> Response:
         """Needs the rights to deploy. Requests that run are finished."""
         try:
-            view = gateway.model(body.lora_name, caller_of(request))
+            view = gateway.deployments.model(body.lora_name, caller_of(request))
         except UnknownModel as error:
             raise UnknownModel(f"{_not_found(body.lora_name)}: {error}") from error
         if view.base is None:
             raise UnknownModel(f"{_not_found(body.lora_name)}: that is a model; remove it with `hearth rm`")
-        await gateway.remove(view.name)
+        await gateway.deployments.remove(view.name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return routes

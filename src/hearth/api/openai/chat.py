@@ -16,7 +16,7 @@ from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
 from hearth.api.unread_fields import UnsupportedField
 from hearth.control.requests.generation import ChatPrompt, GenerationRequest
 from hearth.core.errors import BadPrompt, BadSampling
-from hearth.core.messages import GuideOrder
+from hearth.core.types import GuideSpec
 from hearth.text.chat_template import Json, Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.tool_calls import OPEN, Tool, ToolFormat, call_grammar, tool_format
@@ -267,7 +267,7 @@ class _Tools:
         max_calls = 1 if self._body.parallel_tool_calls is False else None
         return ToolUse(self._format, frozenset(tool.function.name for tool in self._tools), max_calls)
 
-    def guide(self) -> GuideOrder | None:
+    def guide(self) -> GuideSpec | None:
         """Return a grammar of calls, where the request demands a call."""
         if self._format is None or not self._demands_call:
             return None
@@ -295,7 +295,7 @@ class _Tools:
             may_repeat=wants_several and named is None,
             tags_are_tokens=self._tags_are_tokens,
         )
-        return GuideOrder("lark", grammar)
+        return GuideSpec("lark", grammar)
 
 
 def _as_given(part: Strict) -> dict[str, Json]:

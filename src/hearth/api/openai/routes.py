@@ -30,14 +30,16 @@ def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     @routes.get("/models", summary="List the deployed models")
     async def list_models(request: Request) -> Response:
         """An alias is listed as a model is. With the header `anthropic-version`, as Anthropic lists them."""
-        named = [(name, view) for view in gateway.models(caller_of(request)) for name in view.names]
+        named = [
+            (name, view) for view in gateway.deployments.models(caller_of(request)) for name in view.names
+        ]
         if anthropic.speaks_anthropic(request):
             return as_json(anthropic.model_list(anthropic.model_object(*one) for one in named))
         return as_json({"object": "list", "data": [_model(*one) for one in named]})
 
     @routes.get("/models/{name:path}", summary="Show a deployed model")
     async def show_model(name: str, request: Request) -> Response:
-        view = gateway.model(name, caller_of(request))
+        view = gateway.deployments.model(name, caller_of(request))
         shown = name if name in view.aliases else view.name
         made = anthropic.model_object if anthropic.speaks_anthropic(request) else _model
         return as_json(made(shown, view))
@@ -55,7 +57,7 @@ def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         return await answers.embedding(body, EmbeddingDialect(body.encoding_format == "base64"), request)
 
     def dialect_of(body: Body, format: AnswerFormat, request: Request) -> CompletionDialect:
-        fingerprint = f"fp_{gateway.model(body.model, caller_of(request)).digest[:12]}"
+        fingerprint = f"fp_{gateway.deployments.model(body.model, caller_of(request)).digest[:12]}"
         return CompletionDialect(
             *(format, fingerprint, body.includes_usage, body.service_tier is not None, body.prompt_logprobs)
         )

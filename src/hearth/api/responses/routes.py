@@ -78,7 +78,7 @@ def response_routes(gateway: Gateway, answers: Answers, store: ResponseStore) ->
 
     def check_models(responses: Sequence[StoredResponse], caller: Caller) -> None:
         """Refuse, as if there were none, answers of models that only other keys of the group may use."""
-        if not all(gateway.may_use(one.model, caller) for one in responses):
+        if not all(gateway.deployments.may_use(one.model, caller) for one in responses):
             raise store.unknown(responses[-1].id)
 
     return routes

@@ -1,4 +1,4 @@
-"""Which deployed model an adapter belongs to, and whether it fits. Converts nothing."""
+"""Finds the deployed model that an adapter belongs to, and checks that it fits. Converts nothing."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hearth.store.format.adapter_manifest import AdapterManifest
 
 
 def find_base(order: DeployOrder, trained_on: str | None, data_dir: DataDir) -> Deployed:
-    """Return the model that an adapter is deployed for: the one that was ordered, or that it was trained on.
+    """Return the base of an adapter: the one that was ordered, or the one it was trained on.
 
-    `trained_on` is a path or a repository, as PEFT has written it down.
+    `trained_on`: a path or a repository, from PEFT's config.
 
     Raises:
-        RequestError: a dtype or quantisation is ordered, which are the base's, an adapter is named as the
-            base, or nobody knows which model.
-        UnknownModel: there is no model of the name that was ordered.
+        RequestError: a dtype or quantisation is ordered, which are the base's, the base is an adapter, or the
+            base is ambiguous.
+        UnknownModel: the ordered base is not deployed.
     """
     if order.dtype != "auto" or order.quant != "none":
         raise RequestError(
             "an adapter is stored as its base is computed; deploy it without `dtype` and `quant`, given: "
             f"{order.dtype}, {order.quant}"
         )
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         models, adapters = registry.all(), registry.adapters()
     if order.base is not None:
         wanted = order.aliases.get(order.base, order.base)
@@ -54,7 +54,7 @@ def find_base(order: DeployOrder, trained_on: str | None, data_dir: DataDir) -> 
 
 
 def _is_meant(model: Deployed, trained_on: str, order: DeployOrder) -> bool:
-    """True if a deployed model goes by the name, or was deployed from the place, that an adapter names."""
+    """True if an adapter names this model, or the source that it was deployed from."""
     names = {trained_on}
     with suppress(RequestError):
         names.add(default_name(PathSource(Path(trained_on))))
@@ -63,11 +63,7 @@ def _is_meant(model: Deployed, trained_on: str, order: DeployOrder) -> bool:
 
 
 def check_fit(manifest: AdapterManifest, base: Deployed, kind: str, where: str) -> None:
-    """Refuse an adapter that was converted for something else than the base on this kind of device.
-
-    Raises:
-        BadCheckpoint: it was.
-    """
+    """Raise BadCheckpoint if an adapter was not converted for this base on this kind of device."""
     dtype = computed_dtype(base.facts.dtype, kind)
     if manifest.dimensions != base.facts.dimensions:
         raise BadCheckpoint(

@@ -1,4 +1,4 @@
-"""Deployed models and adapters as brain and workers need to know them. Stores nothing: the registry does."""
+"""Deployed models and adapters as brain and workers need to know them. The registry stores them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from hearth.policy.fleet.profile import ModelProfile
 
 log = logging.getLogger(__name__)
 
-#: The share of a budget that a worker has measured which is counted on: its successor's may be smaller.
+#: The share of a measured budget that is relied on: the next worker may measure less.
 MEASURED_SHARE = 0.97
 #: The share of a budget that a context may fill where models take turns: the rest is for what others keep out
-#: of turn. A model with all of it could take turns with nobody.
+#: of turn. A model with all of it could not take turns.
 TURN_SHARE = 31 / 32
-#: Models that a worker prepares for when it starts, unless there are more kinds: those behind them are read
-#: when they are asked for, which takes some milliseconds.
+#: Models that a starting worker prepares for, unless there are more kinds. Others are read when they are
+#: first needed, which takes some milliseconds.
 MAX_PREPARED = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A deployed model with its configuration, perhaps to be asked for by way of an adapter."""
+    """A deployed model with its configuration, possibly with an adapter."""
 
     deployed: Deployed
     config: ModelConfig  #: of the adapter, if there is one
@@ -47,12 +47,11 @@ class CatalogEntry:
 
     @property
     def name(self) -> str:
-        """The name of what is meant: model or adapter."""
+        """The name of the adapter, or else of the model."""
         return self.deployed.name if self.adapter is None else self.adapter.name
 
     @property
     def adapter_order(self) -> AdapterOrder | None:
-        """The adapter that requests are to run with; None: the bare model."""
         if (adapter := self.adapter) is None:
             return None
         weight, is_pinned = self.config.latency_weight, self.config.pinned
@@ -60,22 +59,20 @@ class CatalogEntry:
 
     @property
     def is_cut(self) -> bool:
-        """True if the context is shorter than the model was made for, and nobody has asked for that."""
+        """True if the context is shorter than the model's own, without a setting that says so."""
         return self.config.context is None and self.max_context < self.deployed.facts.max_positions
 
     @property
     def prepare_order(self) -> PrepareModel:
-        """The order to have the model's kernels ready."""
         return PrepareModel(self.profile.model, self.deployed.directory, self.limits)
 
 
 class Catalog:
     """Mutable; used on the event loop alone.
 
-    Models whose context nobody has named are served with as much of theirs as a worker can hold, where models
-    take turns beside others that wait. Their steps are as large as its memory suggests, unless somebody has
-    set limits. How much a worker can hold is known from the configuration, or else from the first one that is
-    there.
+    Without a setting, a model's context and its steps are as large as a worker's memory allows; where models
+    take turns, some memory is left to others. The memory is known from the configuration, or else from the
+    first worker.
     """
 
     def __init__(
@@ -93,15 +90,15 @@ class Catalog:
     ) -> None:
         """Read the registry. `kind`: of the devices; `budget_bytes`: of each, None: not known yet.
 
-        `pace`: of models that have none of their own; None: the usual one. `takes_turns`: models that do not
-        fit together do. `is_served`: on devices of that kind; else adapters for all kinds are there.
+        `pace`: of models without one of their own. `takes_turns`: models that do not fit together take turns.
+        `is_served`: False: list adapters for all kinds of devices.
 
         Raises:
             ConfigError: the configuration of a model contradicts the model.
         """
         self._registry, self._configs = registry, configs
         self._wanted_limits = engine.wanted_limits
-        self._keep_alive_s, self._kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
+        self._keep_alive_s, self.kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
         self._pace, self._takes_turns, self._is_served = pace or Pace(), takes_turns, is_served
         #: Contexts that were cut, by model, as they have been logged.
         self._cuts: dict[str, int] = {}
@@ -113,15 +110,11 @@ class Catalog:
         self.refresh()
 
     def check_settings(self) -> None:
-        """Refuse settings of models that are not deployed: under a wrong name they would change nothing.
-
-        Raises:
-            ConfigError: there are some; the message has the nearest name.
-        """
+        """Raise ConfigError for settings of a model that is not deployed, naming the nearest one."""
         for name, hint in self._names.waiting().items():
             raise ConfigError(
-                f"[models.{name}] has settings for a model that is not deployed ({hint}); mend the name, "
-                "deploy the model first, or take the table out"
+                f"[models.{name}] has settings for a model that is not deployed ({hint}); correct the name, "
+                "deploy the model first, or remove the table"
             )
 
     def refresh(self) -> None:
@@ -144,7 +137,10 @@ class Catalog:
                 made_for = self._entries[ModelId(name)].deployed.facts.max_positions
                 log.warning(
                     "context_cut model=%s context=%d made_for=%d budget=%s",
-                    *(name, context, made_for, self._budget_bytes),
+                    name,
+                    context,
+                    made_for,
+                    self._budget_bytes,
                 )
         self._cuts = cuts
 
@@ -157,7 +153,7 @@ class Catalog:
         self._misfits = misfits
 
     def fit(self, budget_bytes: int) -> list[CatalogEntry]:
-        """Take the budget of the first worker that is there. Returns what is served otherwise from now on."""
+        """Take the budget of the first worker. Returns the entries that change by it."""
         if self._budget_bytes is not None:
             return []
         self._budget_bytes = int(budget_bytes * MEASURED_SHARE)
@@ -167,14 +163,14 @@ class Catalog:
         return [entry for name, entry in self._entries.items() if entry != before[name]]
 
     def entries(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
-        """Return all models, or those that names or aliases mean."""
+        """Return all models, or those that the allowed names and aliases mean."""
         if allowed is None:
             return list(self._entries.values())
         names = self._names.allowed(allowed)
         return [entry for name, entry in self._entries.items() if name in names]
 
     def adapters(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
-        """Return the adapters that fit their base: all, or those that names or aliases mean."""
+        """Return the adapters that fit their base: all, or those that the allowed names and aliases mean."""
         names = None if allowed is None else self._names.allowed(allowed)
         return [
             self._with_adapter(adapter)
@@ -187,20 +183,11 @@ class Catalog:
         return {ModelId(adapter.base) for adapter in self._adapters.values()}
 
     def adapter_ids(self) -> set[AdapterId]:
-        """Return what workers know the deployed adapters by; the same one may have several names."""
+        """Return the ids of all adapters. Several names may share one."""
         return {adapter.adapter_id for adapter in self._adapters.values()}
 
-    def adapter(self, name: str, allowed: Collection[str] | None = None) -> DeployedAdapter | None:
-        """Return the adapter that a name or an alias means, if it is `allowed`; None: it means a model.
-
-        Raises:
-            UnknownModel: it means neither.
-            UnsupportedModel: the adapter does not fit its base.
-        """
-        return self.find(name, allowed).adapter
-
     def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
-        """Return the model that a name or an alias means, if it is `allowed`; for an adapter's name its base.
+        """Return what an allowed name or alias means.
 
         Raises:
             UnknownModel: there is none.
@@ -215,11 +202,10 @@ class Catalog:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """The names of models, by the other names that they answer to."""
+        """Names of models by alias."""
         return {alias: name for name, config in self._configs.items() for alias in config.aliases}
 
     def host_order(self, order: LoadModel, hosting: int) -> HostModel:
-        """Return the order to host a model as the brain wants it, for a stay of that number."""
         entry = self._entries[order.model]
         deployed = entry.deployed
         return HostModel(
@@ -240,11 +226,10 @@ class Catalog:
         )
 
     def prepare_orders(self) -> list[PrepareModel]:
-        """Return orders to have all models ready to start, one for each; of many models not for all.
+        """Return orders to prepare models for a start: one of each kind, then as many others as allowed.
 
-        Kernels are common to all models that seem alike, so one of each kind comes first, and always. Models
-        of the same dimensions may have other kernels, as where one has biases, or its positions go further.
-        So all that is known of a model has to agree, but for what only its text depends on.
+        Models of a kind share kernels. They agree in all facts but those of their text: models of the same
+        dimensions may still differ in biases or positions.
         """
         pairs = [(one.prepare_order, one) for one in self._entries.values()]
         kinds = {
@@ -286,9 +271,9 @@ class Catalog:
         if base is None:
             return f"its base `{adapter.base}` is not deployed; deploy that, or the adapter with another"
         facts = base.deployed.facts
-        computed = computed_dtype(facts.dtype, self._kind)
+        computed = computed_dtype(facts.dtype, self.kind)
         if not adapter.fits(facts):
-            return f"`{adapter.base}` has other dimensions or another dtype by now; deploy it again"
+            return f"`{adapter.base}` has changed its dimensions or dtype; deploy the adapter again"
         if self._is_served and adapter.facts.dtype != computed:
             return (
                 f"it was made for {adapter.facts.dtype}, but `{adapter.base}` is computed in {computed}; "
@@ -305,8 +290,11 @@ class Catalog:
             model=ModelId(deployed.name),
             num_bytes=facts.num_bytes,
             footprints={
-                self._kind: footprint(
-                    *(facts, self._kind, limits, max_context),
+                self.kind: footprint(
+                    facts,
+                    self.kind,
+                    limits,
+                    max_context,
                     floor_bytes=config.memory_floor_bytes,
                     ceiling_bytes=config.memory_ceiling_bytes,
                 )
@@ -329,12 +317,12 @@ class Catalog:
     def _limits(self, facts: Facts, config: ModelConfig) -> StepLimits:
         """Return the limits of a model by the memory that it may have.
 
-        Under a ceiling the budget, once it is known, never raises them: so a ceiling that has room for them
-        before has room afterwards.
+        Under a ceiling, a budget that becomes known later never raises them: a ceiling that had room for them
+        still has.
         """
         bounds = [bound for bound in (self._budget_bytes, config.memory_ceiling_bytes) if bound is not None]
-        dtype, budget_bytes = computed_dtype(facts.dtype, self._kind), min(bounds, default=None)
-        return step_limits(self._wanted_limits, facts.dimensions, dtype, self._kind, budget_bytes)
+        dtype, budget_bytes = computed_dtype(facts.dtype, self.kind), min(bounds, default=None)
+        return step_limits(self._wanted_limits, facts.dimensions, dtype, self.kind, budget_bytes)
 
     def _context(self, facts: Facts, config: ModelConfig, limits: StepLimits) -> int:
         budget_bytes = self._budget_bytes
@@ -343,7 +331,7 @@ class Catalog:
         bounds = [bound for bound in (budget_bytes, config.memory_ceiling_bytes) if bound is not None]
         if config.context is not None or not bounds:
             return context_of(facts, config.context)
-        return fitted_context(facts, self._kind, limits, min(bounds))
+        return fitted_context(facts, self.kind, limits, min(bounds))
 
 
 def _adapter_view(entry: CatalogEntry, adapter: DeployedAdapter, base: ModelView) -> ModelView:
@@ -367,7 +355,7 @@ def _adapter_view(entry: CatalogEntry, adapter: DeployedAdapter, base: ModelView
 
 
 def _check_adapter_config(name: str, config: ModelConfig) -> None:
-    """Refuse settings that are those of a whole model. Raises ConfigError."""
+    """Raise ConfigError for settings that only a whole model can have."""
     known = ("aliases", "pinned", "latency_weight")
     plain = ModelConfig(**{field: getattr(config, field) for field in known})
     if config != plain:

@@ -1,16 +1,15 @@
 """Deploying: an order goes to a process of its own, events come back. Converts nothing itself.
 
-Converting needs torch and much time, neither of which the gateway has, so `deployer.py` does the work. What
-passes between the two is lines of JSON:
+Converting needs torch and minutes, so `deployer.py` does the work. The two exchange lines of JSON:
 
     to the process    Task, one line; then its standard input stays open as long as the result is wanted
     from it           {"event": "progress", "phase": ..., "done_bytes": ..., "total_bytes": ...}, some
                       {"event": "done", "deployed": {...}}, or "adapter" instead of "deployed", or
                       {"event": "error", "label": ..., "reason": ...}
 
-Each deployment has a directory of its own, models/NAME-<8 hex digits>, and the old one goes when the registry
-names the new one, so that whatever fails leaves the old model as it is. What a deployment has left that was
-killed is found when the service starts: nobody names it.
+Each deployment has a directory of its own, models/NAME-<8 hex digits>. The old one is deleted when the
+registry names the new one, so a failure leaves the old model in place. Leftovers of a killed deployment are
+in no registry and are deleted when the service starts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -38,9 +37,9 @@ from hearth.core.errors import DataDirError, ServiceError, StoreError, error_of
 from hearth.snapshot.directory import keep_quota, remove_others, remove_unfinished
 from hearth.store.format.writer import LOCK
 
-#: Time for a process that was called off to clear away what it has written.
+#: Time for a cancelled process to delete what it has written.
 _CLEARING_S = 30.0
-#: The directories that a deployment makes: a model, and one that is not finished.
+#: The directories that a deployment makes: a model, and an unfinished one.
 _MADE = re.compile(r"[^.].*-[0-9a-f]{8}")
 _STAGED = re.compile(r"\..*-[0-9a-f]{8}\.converting")
 
@@ -49,8 +48,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeployOrder:
-    """The wish to deploy a source in a certain form."""
-
     source: str  #: a directory, a GGUF file, hf:ORG/NAME[@REVISION], or a URL of what was converted
     name: str | None = None  #: None: derived from the source
     dtype: str = "auto"  #: float32 for a CPU, else the source's own
@@ -64,19 +61,14 @@ class DeployOrder:
 
 @dataclass(frozen=True, slots=True)
 class DeployProgress:
-    """The progress of a deployment."""
-
     phase: str  #: downloading, converting, verifying, fetching
     done_bytes: int
     total_bytes: int
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class DeployDone:
-    """A model or an adapter whose files are in place. To register it is for whoever gave the order."""
+    """A model or an adapter whose files are in place, not registered yet."""
 
     deployed: Deployed | DeployedAdapter
 
@@ -86,8 +78,6 @@ DeployEvent = DeployProgress | DeployDone
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The result of registering a model or an adapter."""
-
     replaced: ModelLocation | None  #: the files of what had its name before
     warning: str | None  #: names the adapters that were trained on other weights than their base has now
 
@@ -103,10 +93,10 @@ class Task:
 async def deploying(
     order: DeployOrder, data_dir: DataDir, errors: int | None = None
 ) -> AsyncGenerator[DeployEvent, None]:
-    """Carry out an order; the last event is DeployDone. Leaving early, or being cancelled, calls it off.
+    """Carry out an order; the last event is DeployDone. Closing the generator cancels it.
 
-    Whoever gets DeployDone registers the model before asking for more, or its files go. `errors`: where the
-    process logs to; None: to the log file of the data directory.
+    The consumer registers the model before it asks for more after DeployDone, or the files are deleted.
+    `errors`: where the process logs to; None: to the log file of the data directory.
 
     Raises:
         HearthError: it cannot be done; nothing has changed then.
@@ -120,7 +110,7 @@ async def deploying(
             stderr=log_file if errors is None else errors,
             env=_environment(),
             pass_fds=(lock,),
-            start_new_session=True,  # Ctrl-C is for this process, which closes the other's input then
+            start_new_session=True,  # Ctrl-C is for this process alone, which then closes the other's input
         )
         assert process.stdin is not None, "asked for as a pipe"
         assert process.stdout is not None, "asked for as a pipe"
@@ -140,7 +130,7 @@ async def deploying(
             try:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _CLEARING_S)
-            finally:  # also when cancelled while waiting; then `collect` clears what was made
+            finally:  # also when cancelled; `collect` then deletes what was made
                 if process.returncode is None:
                     process.kill()
                     await process.wait()
@@ -163,7 +153,7 @@ def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEve
 def register(
     deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry, data_dir: DataDir
 ) -> Registered:
-    """Register a model or an adapter instead of what had its name, whose files go.
+    """Register a model or an adapter, and delete the files of what had its name.
 
     Raises:
         NameTaken: another deployment was faster.
@@ -195,15 +185,12 @@ def switch(deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Regi
 def remove_files(location: ModelLocation, data_dir: DataDir) -> None:
     """Delete the files of a model that has left the registry, if they lie in the data directory.
 
-    Files that another registered model needs stay, and so does anything elsewhere.
-
-    Raises:
-        StoreError: the files cannot be deleted.
+    Files that another registered model needs stay. Raises StoreError if files cannot be deleted.
     """
     directory = Path(location.directory)
     if directory.is_symlink() or directory.resolve().parent != data_dir.models_path.resolve():
         return
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         if directory.resolve() in _named(registry):
             return
     try:
@@ -215,9 +202,9 @@ def remove_files(location: ModelLocation, data_dir: DataDir) -> None:
 
 
 def collect(data_dir: DataDir, registry: Registry) -> None:
-    """Delete what deployments have made and nobody names. The service calls it before it offers anything.
+    """Delete directories of deployments that are not registered. Called before the service offers anything.
 
-    Where a deployment is under way, here or in a process that has lost its parent, the next start does it.
+    While a deployment runs, here or in an orphaned process, nothing is deleted.
     """
     with _opened_lock(data_dir) as lock:
         try:
@@ -231,7 +218,7 @@ def collect(data_dir: DataDir, registry: Registry) -> None:
             if _STAGED.fullmatch(path.name) and not is_locked(path / LOCK):
                 log.info("remains_removed directory=%s", path)
                 shutil.rmtree(path, ignore_errors=True)
-            # Without weights it describes what lies behind a URL, and may be another program's.
+            # Without weights it may be the local copy of a URL's manifest, or not Hearth's.
             elif _MADE.fullmatch(path.name) and (path / "weights.bin").exists():
                 log.info("orphan_removed directory=%s", path)
                 shutil.rmtree(path, ignore_errors=True)
@@ -240,8 +227,7 @@ def collect(data_dir: DataDir, registry: Registry) -> None:
 def collect_snapshots(data_dir: DataDir, registry: Registry, quota_bytes: int | None = None) -> None:
     """Delete the snapshots of models that are not registered.
 
-    With a quota, as a service does that starts, also those beyond it, and what was never finished: nobody
-    else makes any then.
+    With a quota, given when a service starts, also those beyond it and unfinished ones.
     """
     path = data_dir.snapshots_path
     try:
@@ -249,7 +235,7 @@ def collect_snapshots(data_dir: DataDir, registry: Registry, quota_bytes: int | 
         if quota_bytes is not None:
             num_removed += keep_quota(path, quota_bytes)
             remove_unfinished(path)
-    except OSError as error:  # they are in nobody's way
+    except OSError as error:  # they do no harm
         log.warning("snapshots_left reason=%s", error)
     else:
         if num_removed:
@@ -258,12 +244,12 @@ def collect_snapshots(data_dir: DataDir, registry: Registry, quota_bytes: int | 
 
 def clear_snapshots(data_dir: DataDir) -> None:
     """Delete the snapshots of models that are not registered, from any thread."""
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         collect_snapshots(data_dir, registry)
 
 
 def _clear_refused(deployed: Deployed | DeployedAdapter, data_dir: DataDir) -> None:
-    """Delete a model that nobody has registered, unless it was converted elsewhere and is not ours."""
+    """Delete a model that was not registered, unless its files are the user's own."""
     if deployed.source != deployed.directory:
         remove_files(deployed.location, data_dir)
 
@@ -274,7 +260,7 @@ def _named(registry: Registry) -> set[Path]:
 
 @contextmanager
 def _under_way(data_dir: DataDir) -> Iterator[int]:
-    """Keep what nobody names yet from being collected, while this or an heir's descriptor is open."""
+    """Keep unregistered files from being collected while the descriptor, or an inherited one, is open."""
     with _opened_lock(data_dir) as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # waits for a service that is starting, never for one that serves
         yield lock
@@ -282,7 +268,7 @@ def _under_way(data_dir: DataDir) -> Iterator[int]:
 
 @contextmanager
 def _opened_lock(data_dir: DataDir) -> Iterator[int]:
-    """Open the lock that deployments share; whoever holds it alone keeps them out. Raises DataDirError."""
+    """Open the lock that running deployments share. Raises DataDirError."""
     path = data_dir.run_path / "deploying"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -299,7 +285,7 @@ _COMMAND = (sys.executable, "-P", "-m", "hearth.control.deploy.deployer")
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment without GPUs: a context on one would only take memory from the workers."""
+    """Return an environment without GPUs: a context would take memory from the workers."""
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -318,11 +304,11 @@ def _event_of(line: bytes) -> DeployEvent:
             return DeployDone(msgspec.convert(adapter, DeployedAdapter))
         case {"event": "error", "label": str(label), "reason": str(reason)}:
             raise error_of(label, reason)
-    raise ServiceError(f"the process that deploys says what nobody understands: {line[:200]!r}")
+    raise ServiceError(f"the deploying process sent an invalid line: {line[:200]!r}")
 
 
 def _died(code: int, data_dir: DataDir) -> ServiceError:
     return ServiceError(
-        f"the process that deploys ended with code {code} and without a word; see `{data_dir.log_path}`, and "
-        "whether the machine ran out of memory"
+        f"the deploying process ended with code {code} and no result; see `{data_dir.log_path}`, and "
+        "check whether the machine ran out of memory"
     )

@@ -1,4 +1,4 @@
-"""Models and adapters that the service offers, as the registry keeps them. Stores nothing."""
+"""Models and adapters that the service offers, as the registry keeps them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hearth.policy.fleet.footprint import Facts
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """The files of a model: where they are loaded from, and where its small files lie."""
+    """Where a model is loaded from, and where its small files lie."""
 
     where: str  #: the directory or URL that it is loaded from
     directory: str  #: where its manifest and its tokenizer lie: `where`, or the local copy of a URL's
@@ -68,7 +68,7 @@ class DeployedAdapter:
         return self.facts.num_bytes
 
     def fits(self, base: Facts) -> bool:
-        """True if a model of these facts can be its base, on some kind of device: a CPU takes float32."""
+        """True if a model of these facts can be its base on some device: a CPU computes in float32."""
         facts = self.facts
         return facts.dimensions == base.dimensions and facts.dtype in (base.dtype, "float32")
 

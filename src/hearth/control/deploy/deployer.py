@@ -1,7 +1,7 @@
 """The process that deploys one model or adapter: from source to converted, with its facts. Registers nothing.
 
-It ends when its standard input does, for then nobody wants the result, and clears away what it has begun. A
-model is put in place whole (`store/format/writer.py`), so that killing it leaves no half one either.
+It ends and cleans up when its standard input closes. A model is put in place as a whole
+(`store/format/writer.py`), so killing the process leaves no partial one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from hearth.text.tokenizer import Tokenizer
 
 #: The time between two reports of progress.
 _REPORT_EVERY_S = 0.1
-#: Time to clear away what was begun, when nobody wants the result any more.
+#: Time to clean up after the order was cancelled.
 _CLEARING_S = 20.0
 #: The longest reason that is reported, in characters: the parent reads lines of up to 64 KiB.
 _MAX_REASON = 4000
@@ -79,7 +79,7 @@ class _Placed:
 
 
 def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) -> Deployed | DeployedAdapter:
-    """Put the model or adapter in place and return what it is.
+    """Put the model or adapter in place and return it.
 
     Raises:
         HearthError: it cannot be done; nothing has changed then.
@@ -99,7 +99,8 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
             placed = _convert(path, name, order, data_dir, on_progress)
         case HubSource():
             with downloaded(
-                *(source, data_dir.downloads_path),
+                source,
+                data_dir.downloads_path,
                 lambda done, total: on_progress("downloading", done, total),
                 is_adapter=order.is_adapter,
             ) as download:
@@ -118,7 +119,7 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
 def _described(
     name: str, source: str, placed: _Placed, order: DeployOrder, data_dir: DataDir
 ) -> Deployed | DeployedAdapter:
-    """Find the facts of what is in place, and whether it can be served."""
+    """Return what is in place, with its facts. Raises if it cannot be served."""
     manifest = placed.manifest
     where, directory, now_s = placed.where, str(placed.directory), time.time()
     if isinstance(manifest, AdapterManifest):
@@ -155,8 +156,8 @@ def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
 
 
 def _refuse_taken(name: str, overwrite: bool, data_dir: DataDir) -> None:
-    """Refuse a name that is taken, before the work; whoever registers the model looks again."""
-    with Registry.open(data_dir) as registry:
+    """Refuse a taken name before the work; registering checks again."""
+    with Registry(data_dir) as registry:
         if not overwrite and registry.location(name) is not None:
             raise name_taken(name)
 
@@ -179,7 +180,7 @@ def _fetch(url: str, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
 
 
 def _in_place(directory: Path, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
-    """Check all bytes of what was converted: it came from somewhere, and its manifest came along."""
+    """Verify all bytes of a converted model: file and manifest have the same origin."""
     manifest = read_description(directory)
     weights = directory / WEIGHTS
     num_bytes = weights.stat().st_size if weights.is_file() else 0
@@ -241,7 +242,8 @@ def _convert_adapter(
     base = find_base(order, adapter.base_name, data_dir)
     place = data_dir.models_path / f"{file_name(name)}-{secrets.token_hex(4)}"
     manifest = convert_adapter(
-        *(adapter, place),
+        adapter,
+        place,
         replace(read_base(Path(base.directory)), dtype=computed_dtype(base.facts.dtype, order.kind)),
         store=data_dir.path,
         on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),
@@ -250,7 +252,7 @@ def _convert_adapter(
 
 
 def _checked_tokenizer(path: Path) -> Tokenizer:
-    """Read the tokenizer before all the converting: a model without one is of no use here."""
+    """Read the tokenizer before converting: a model without one cannot be served."""
     from hearth.store.format.convert import open_source  # loads torch, as above
 
     with open_source(path) as source, tempfile.TemporaryDirectory() as texts:
@@ -263,7 +265,7 @@ def _checked_tokenizer(path: Path) -> Tokenizer:
 
 
 class _Reporter:
-    """Writes events to standard output as the parent reads them. Mutable; downloading threads call it too."""
+    """Writes events to standard output. Mutable; also called by downloading threads."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -294,7 +296,7 @@ def _end_with_input() -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """Raise KeyboardInterrupt once: a second one would strike while the first is cleared up after."""
+    """Raise KeyboardInterrupt once: a second one would interrupt the cleanup."""
     _ignore_interrupts()
     raise KeyboardInterrupt
 
@@ -305,13 +307,13 @@ def _ignore_interrupts() -> None:
 
 
 def _printable(reason: str) -> str:
-    """Return a reason short enough for the parent and fit for UTF-8, whatever a file has put into it."""
+    """Return a reason cut to length and encodable as UTF-8."""
     cut = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]} ..."
     return cut.encode(errors="backslashreplace").decode()
 
 
 def _work(task: Task, reporter: _Reporter) -> int:
-    """Carry out the task, report what comes of it, and return the exit code."""
+    """Carry out the task, report the result, and return the exit code."""
     try:
         deployed = carry_out(task.order, DataDir.open(task.data_dir), reporter.progress)
     except KeyboardInterrupt:

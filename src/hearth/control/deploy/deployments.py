@@ -1,7 +1,4 @@
-"""The models that the service offers, as they come and go: registry, catalog and brain are kept in step.
-
-Converts nothing, and where models run is the brain's business.
-"""
+"""The models that the service offers, as they come and go. Keeps registry, catalog and brain in step."""
 
 from __future__ import annotations
 
@@ -26,15 +23,16 @@ from hearth.control.deploy.deploy import (
 )
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter, ModelLocation
 from hearth.control.deploy.registry import Registry
-from hearth.control.deploy.upstream_looks import UpstreamLooks
 from hearth.control.deploy.upstream_view import upstream_view
 from hearth.control.driver import Driver
+from hearth.control.observe.exchange_record import current_exchange
 from hearth.control.observe.views import ModelView, UpstreamView
+from hearth.control.requests.caller import Caller
 from hearth.core.errors import ConfigError, DataDirError, HearthError, StoreError
 from hearth.core.types import AdapterId, ModelId, RequestId
 from hearth.policy.fleet import events
 from hearth.policy.fleet.profile import ModelProfile
-from hearth.store.keeper_client import KeeperClient
+from hearth.store.keeper_client import UPSTREAM_CACHE_S, KeeperClient
 from hearth.store.tiers.upstream import note_version, read_upstream
 
 #: Time for the keeper to forget a model, which takes it milliseconds.
@@ -59,36 +57,72 @@ class Deployments:
         self._errors = errors
         self._registry, self._catalog, self._driver = registry, catalog, driver
         self._keeper, self._data_dir = keeper, data_dir
-        self._looks = UpstreamLooks(keeper)
-        #: Tasks that delete files; the event loop itself holds no task.
+        #: Tasks that delete files: the event loop keeps only weak references.
         self._clearing: set[asyncio.Task[None]] = set()
-        #: Two models may be loaded from one URL: while the files of one are deleted, no other is registered.
+        #: Held while files are deleted: another model may be registered from the same URL.
         self._files = asyncio.Lock()
         for entry in catalog.entries():
             driver.post(events.ModelDeployed(driver.now_s, entry.profile))
 
     def entries(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
-        """Return all models, or those that names or aliases mean."""
         self._follow()
         return self._catalog.entries(allowed)
 
     def adapters(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
-        """Return the adapters that fit their base: all, or those that names or aliases mean."""
         self._follow()
         return self._catalog.adapters(allowed)
 
     def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
-        """Return what a name or an alias means, if it is `allowed`, as `Catalog.find` does."""
+        """Return what an allowed name or alias means, as `Catalog.find` does."""
         self._follow()
         return self._catalog.find(name, allowed)
 
-    async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | ModelView, None]:
-        """Yield progress as it is made, and last what is offered then. Leaving calls it off.
+    # Models as callers see them: those that their keys may use.
+
+    def find_for(self, name: str, caller: Caller) -> CatalogEntry:
+        """Return what a name or alias means to a caller, and note it in the current exchange's record.
 
         Raises:
-            HearthError: it cannot be done; whatever had the name before is offered as before.
+            UnknownModel: there is none, or the caller's key may not use it.
         """
-        order = replace(order, aliases=self._catalog.aliases)
+        entry = self.find(name, caller.terms.models)
+        if (exchange := current_exchange()) is not None:
+            exchange.model = entry.name
+        return entry
+
+    def models(self, caller: Caller) -> list[ModelView]:
+        """Return the models, then the adapters."""
+        allowed = caller.terms.models
+        return [self._catalog.view(entry) for entry in (*self.entries(allowed), *self.adapters(allowed))]
+
+    def model(self, name: str, caller: Caller) -> ModelView:
+        return self._catalog.view(self.find_for(name, caller))
+
+    def may_use(self, model: str, caller: Caller) -> bool:
+        """True if a caller's key allows a model, which may have been removed."""
+        allowed = caller.terms.models
+        return allowed is None or model in {*allowed, *(view.name for view in self.models(caller))}
+
+    async def show(self, name: str, caller: Caller, *, look: bool) -> ModelView:
+        """Return a model with the state of its upstream, which is asked first if `look`.
+
+        Only an admin causes a new lookup each time; others may get a recent one.
+        """
+        entry = self.find_for(name, caller)
+        max_age_s = 0.0 if caller.has_role("admin") else UPSTREAM_CACHE_S
+        deployed = entry.adapter or entry.deployed
+        upstream = await self.upstream(deployed, look=look, max_age_s=max_age_s)
+        return replace(self._catalog.view(entry), upstream=upstream)
+
+    # Changes.
+
+    async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | ModelView, None]:
+        """Yield progress, and last the deployed model. Closing the generator cancels the deployment.
+
+        Raises:
+            HearthError: it cannot be done; the previous model of that name is served as before.
+        """
+        order = replace(order, kind=self._catalog.kind, aliases=self._catalog.aliases)
         async with aclosing(deploying(order, self._data_dir, self._errors)) as progress:
             async for event in progress:
                 if not isinstance(event, DeployDone):
@@ -99,23 +133,23 @@ class Deployments:
                 if registered.replaced not in (None, event.deployed.location):
                     try:
                         await self._clear(event.deployed.name, [registered.replaced])
-                    except StoreError as error:  # what was ordered is done all the same
+                    except StoreError as error:  # the deployment is done all the same
                         log.warning("files_left reason=%s", error)
                 view = self._catalog.view(self._catalog.find(event.deployed.name))
                 yield replace(view, warning=registered.warning)
 
     async def remove(self, name: str, *, with_adapters: bool = False) -> None:
-        """Remove a model or an adapter, and those of its files that were made for it.
+        """Remove a model or an adapter, with the files that were made for it.
 
-        Where requests still run with it, files go behind the last of them.
+        While requests still use it, its files stay until the last of them has ended.
 
         Raises:
             UnknownModel: there is none.
-            HasAdapters: it has adapters, which are not to go with it.
-            StoreError: files cannot be deleted. The model is gone all the same.
+            HasAdapters: it has adapters, and `with_adapters` is False.
+            StoreError: files cannot be deleted. The model is removed all the same.
         """
         self._follow()
-        if self._registry.location(name) is None:  # what the catalog could not read has a row, too
+        if self._registry.location(name) is None:  # an unreadable row has a location, too
             name = self._catalog.find(name).name
         locations = self._registry.remove(name, with_adapters=with_adapters)
         self._refresh()
@@ -124,10 +158,10 @@ class Deployments:
     async def upstream(
         self, deployed: Deployed | DeployedAdapter, *, look: bool, max_age_s: float = 0.0
     ) -> UpstreamView | None:
-        """Return what is known of where something was deployed from; None where that is a path.
+        """Return the state of a deployment's source; None: the source is a path.
 
-        `look`: ask upstream first, by way of the keeper, which takes seconds at most; what it answered within
-        the last `max_age_s` will do.
+        `look`: ask the source first, through the keeper, which takes seconds at most; an answer of the last
+        `max_age_s` suffices.
         """
         directory = Path(deployed.directory)
         known = await asyncio.to_thread(read_upstream, directory)
@@ -136,7 +170,7 @@ class Deployments:
         if not look:
             return upstream_view(deployed, known, has_looked=False, failure=None)
         try:
-            version = await self._looks.version(deployed.source, max_age_s)
+            version = await self._keeper.upstream_version(deployed.source, max_age_s)
         except HearthError as error:
             return upstream_view(deployed, known, has_looked=False, failure=str(error))
         seen = await asyncio.to_thread(note_version, directory, version) or known
@@ -160,18 +194,18 @@ class Deployments:
         except BaseException:
             self._catalog.refresh()  # to what it was
             raise
-        known.pop(ModelId(deployed.name), None)  # the same once more is news, too
+        known.pop(ModelId(deployed.name), None)  # deploying the same again counts as a change
         self._post_changes(known, adapters, bases)
         if registered.warning is not None:
             log.warning("adapters_outdated base=%s reason=%s", deployed.name, registered.warning)
         return registered
 
     def _follow(self) -> None:
-        """Follow the registry: models may come and go without the service, as while it was starting."""
+        """Apply changes that other processes made to the registry."""
         try:
             if self._registry.has_changed():
                 self._refresh()
-        except (ConfigError, DataDirError, StoreError) as error:  # what is offered already is offered on
+        except (ConfigError, DataDirError, StoreError) as error:  # known models are served on
             log.warning("registry_not_followed reason=%s", error)
 
     def _refresh(self) -> None:
@@ -199,9 +233,9 @@ class Deployments:
                 self._driver.prepare(entry.prepare_order)
 
     async def _clear(self, name: str, locations: Sequence[ModelLocation]) -> None:
-        """Delete the files of what had a name until now; whoever asked may leave, and it is finished then.
+        """Delete the files of a removed deployment, even if the caller is cancelled.
 
-        Requests that run may have to load it once more, having given way meanwhile: nobody waits for these.
+        Requests that still use it may have to load it again. Their end is not awaited here.
         """
         users = self._driver.requests.users_of(name, {location.where for location in locations})
         for location in locations:
@@ -221,13 +255,12 @@ class Deployments:
                 return
             try:
                 await asyncio.wait_for(self._keeper.forget(location.where), FORGET_S)
-            except (HearthError, TimeoutError) as error:  # it may be starting anew, and reads the disk then
+            except (HearthError, TimeoutError) as error:  # it may be restarting, and then reads the disk
                 log.warning("keeper_not_told where=%s reason=%r", location.where, error)
             await asyncio.to_thread(remove_files, location, self._data_dir)
 
 
 def _log_files_left(task: asyncio.Task[None]) -> None:
-    """Log why files could not be deleted, of which nobody waits to be told."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("files_left reason=%s", error)
 

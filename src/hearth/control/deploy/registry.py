@@ -55,6 +55,7 @@ class Registry:
     """A connection to the registry's file; used on the thread that opened it."""
 
     def __init__(self, data_dir: DataDir, wait_s: float = WAIT_S) -> None:
+        """Open the file; `wait_s`: for other writers. Raises DataDirError, or StoreError for a bad disk."""
         self._path = data_dir.registry_path
         self._data_dir = data_dir
         with self._translated():
@@ -67,16 +68,6 @@ class Registry:
         self._give_slots()  # to models that were registered when there were none
         self._seen_version = -1
 
-    @staticmethod
-    def open(data_dir: DataDir, wait_s: float = WAIT_S) -> Registry:
-        """Open the registry, which waits `wait_s` for others who write.
-
-        Raises:
-            DataDirError: the file is damaged or cannot be opened.
-            StoreError: its disk fails.
-        """
-        return Registry(data_dir, wait_s)
-
     def close(self) -> None:
         self._connection.close()
 
@@ -88,7 +79,7 @@ class Registry:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make all that is done within the context happen at once, or not at all if it raises."""
+        """Commit all changes of the context together, or none if it raises."""
         self._execute("begin immediate")
         try:
             yield
@@ -106,21 +97,21 @@ class Registry:
             raise name_taken(deployed.name) from None
 
     def replace(self, deployed: Deployed | DeployedAdapter) -> None:
-        """Register a model or an adapter instead of whatever had its name before.
+        """Register a model or an adapter in the place of what has its name.
 
         Raises:
             UnknownModel: an adapter's base is not deployed.
-            RequestError: an adapter has the name of its base, or of another model, which no adapter replaces.
-            HasAdapters: what had the name has adapters, which would not fit.
+            RequestError: an adapter has the name of its base or of another model.
+            HasAdapters: the replaced model has adapters, which would not fit.
         """
         self._write("insert or replace", deployed)
 
     def remove(self, name: str, *, with_adapters: bool = False) -> list[ModelLocation]:
-        """Forget a model or an adapter, and return where all files lie that belonged to it.
+        """Remove a model or an adapter, and return where its files lie.
 
         Raises:
             UnknownModel: there is none.
-            HasAdapters: it has adapters, and nobody said that they may go, too.
+            HasAdapters: it has adapters, and `with_adapters` is False.
         """
         with self.transaction():
             location = self.location(name)
@@ -138,22 +129,20 @@ class Registry:
         return [location, *adapters.values()]
 
     def location(self, name: str) -> ModelLocation | None:
-        """Return where the files of a model lie, also if its row cannot be read otherwise."""
+        """Return where the files of a model lie, even if its row is otherwise unreadable."""
         row = self._execute("select location, directory from models where name = ?", name).fetchone()
         return None if row is None else ModelLocation(*row)
 
     def locations(self) -> list[ModelLocation]:
-        """Return where the files of all models lie, as `location` does."""
         return [
             ModelLocation(*row) for row in self._execute("select location, directory from models").fetchall()
         ]
 
     def all(self) -> list[Deployed]:
-        """Return all models by name, without rows that cannot be read: they must not hide the others."""
+        """Return all models by name. Rows that cannot be read are skipped."""
         return [one for one in self._read("base is null") if isinstance(one, Deployed)]
 
     def adapters(self) -> list[DeployedAdapter]:
-        """Return all adapters as `all` does."""
         return [one for one in self._read("base is not null") if isinstance(one, DeployedAdapter)]
 
     def outdated_adapters(self, new: Deployed | DeployedAdapter) -> list[str]:
@@ -167,14 +156,11 @@ class Registry:
         return [name for (name,) in rows.fetchall()]
 
     def space_slots(self) -> dict[str, int]:
-        """Return by name which slot of device addresses each model has; none where all are taken."""
+        """Return the slot of device addresses of each model; a model may have none."""
         return dict(self._execute("select name, slot from space_slots").fetchall())
 
     def _give_slots(self) -> None:
-        """Give a slot to each model that has none.
-
-        One that has another digest now loses its own first, and so does one whose slot is none any more.
-        """
+        """Give a slot to each model without one. A changed digest or invalid slot frees the old one first."""
         is_same = "m.name = s.name and m.digest = s.digest and m.base is null"
         is_stale = f"slot >= {NUM_SLOTS} or not exists (select 1 from models m where {is_same})"
         stale = self._execute(f"select name from space_slots s where {is_stale}").fetchall()
@@ -193,18 +179,18 @@ class Registry:
             taken.add(slot)
 
     def _snapshot_slot(self, digest: str) -> int | None:
-        """Return the slot that a snapshot of a model was made for: in another one it would be of no use."""
+        """Return the slot that a snapshot of a model was made for: it is of no use in another one."""
         path = self._data_dir.snapshots_path
         if not digest.isalnum() or not (path / digest).is_dir():  # a registry may be damaged
             return None
         try:
             directory = SnapshotDirectory.find(path)
             return None if directory is None else directory.slot_of(digest)
-        except SnapshotError:  # whoever would use it is told
+        except SnapshotError:  # reported when it is used
             return None
 
     def has_changed(self) -> bool:
-        """True if another connection has written since this was asked last. Takes microseconds."""
+        """True if another connection has written since the last call. Takes microseconds."""
         (version,) = self._execute("pragma data_version").fetchone()
         before, self._seen_version = self._seen_version, version
         return bool(version != before)
@@ -226,7 +212,7 @@ class Registry:
             self._put(verb, deployed)
 
     def _check(self, deployed: Deployed | DeployedAdapter) -> None:
-        """Refuse adapters without a base or in place of a model, and what would leave others without one."""
+        """Refuse adapters without a base or in place of a model, and changes that orphan adapters."""
         mine = self._adapters_of(deployed.name)
         if isinstance(deployed, DeployedAdapter):
             if deployed.base == deployed.name:
@@ -250,7 +236,6 @@ class Registry:
             )
 
     def _is_model(self, name: str) -> bool:
-        """True if a model is deployed under a name, and no adapter."""
         rows = self._execute("select 1 from models where name = ? and base is null", name)
         return bool(rows.fetchall())
 
@@ -258,8 +243,14 @@ class Registry:
         base = deployed.base if isinstance(deployed, DeployedAdapter) else None
         self._execute(
             f"{verb} into models ({_FIELDS}) values (?, ?, ?, ?, ?, ?, ?, ?)",
-            *(check_name(deployed.name), deployed.source, deployed.where, deployed.directory),
-            *(deployed.digest, msgspec.json.encode(deployed.facts).decode(), deployed.created_at_s, base),
+            check_name(deployed.name),
+            deployed.source,
+            deployed.where,
+            deployed.directory,
+            deployed.digest,
+            msgspec.json.encode(deployed.facts).decode(),
+            deployed.created_at_s,
+            base,
         )
         self._give_slots()
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.core.errors import ModelError, RequestError, SourceMissing, StoreFull, Unreachable
+from hearth.node.process_log import is_open_as
 from hearth.store.tiers.upstream import parse_address
 
 #: Is called with the bytes that are done, and of how many.
@@ -65,11 +66,7 @@ Source = HubSource | UrlSource | PathSource
 
 
 def parse_source(text: str) -> Source:
-    """Return the source that a user's text means.
-
-    Raises:
-        RequestError: it begins like a repository or a URL and is none.
-    """
+    """Return the source that a user's text means. Raises RequestError for a bad repository or URL."""
     if text[:3].lower() == "hf:":
         match = _HUB.fullmatch(text[3:])
         if match is None or ".." in text:
@@ -83,7 +80,7 @@ def parse_source(text: str) -> Source:
 
 
 def _parse_url(scheme: str, rest: str) -> UrlSource:
-    """Return the source that a URL means. No message repeats what is refused: it may hold a password."""
+    """Return the source that a URL means. No message repeats a refused URL: it may hold a password."""
     if scheme not in ("s3", "http", "https"):
         raise RequestError(f"a model's URL begins with s3://, http:// or https://, given: {scheme!r:.40}")
     if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
@@ -97,11 +94,7 @@ def _parse_url(scheme: str, rest: str) -> UrlSource:
 
 
 def default_name(source: Source) -> str:
-    """Return a name for what is deployed from there: in lower case, of characters that a name may have.
-
-    Raises:
-        RequestError: nothing is left of it.
-    """
+    """Return a name derived from a source. Raises RequestError if no valid character is left."""
     match source:
         case HubSource(repo_id):
             last = repo_id.rpartition("/")[2]
@@ -128,15 +121,15 @@ class Download:
 def downloaded(
     source: HubSource, root: Path, on_bytes: OnBytes, *, is_adapter: bool = False
 ) -> Iterator[Download]:
-    """Yield a repository's model, downloaded to below `root` for as long as the context lasts.
+    """Yield a repository's model, downloaded below `root` until the context ends.
 
-    `is_adapter`: its adapter is wanted, also where there is a model beside it.
+    `is_adapter`: download the adapter, even if there is a model beside it.
 
-    If the context fails, the download stays, and the next one of the same source goes on from there. Whoever
-    wants the same source meanwhile waits.
+    If the context fails, the download stays, and the next one of the same source continues it. A second
+    download of the same source waits for the first.
 
     Raises:
-        ModelError: there is no such model, or it is not for everyone.
+        ModelError: there is no such model, or access is restricted.
         Unreachable: the Hub does not answer.
         StoreFull: it does not fit.
     """
@@ -153,8 +146,8 @@ def _locked(path: Path) -> Iterator[None]:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_open_as(path, lock):
-                continue  # whoever had it before has removed it
+            if not is_open_as(path, lock):
+                continue  # its last holder has removed it
             try:
                 yield
             finally:
@@ -164,15 +157,8 @@ def _locked(path: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def _is_open_as(path: Path, file: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: bool) -> str:
-    """Bring a directory to the state of a repository's model and return the commit that it is."""
+    """Bring a directory to the state of a repository's model, and return the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -198,14 +184,14 @@ def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: boo
 
 
 def _remove_others(where: Path, wanted: Collection[str]) -> None:
-    """Remove files of an earlier try that the repository has no more: two versions must not be mixed."""
+    """Remove files that the repository no longer has: two versions must not be mixed."""
     for path in where.iterdir() if where.is_dir() else ():
         if path.is_file() and path.name not in wanted:
             path.unlink()
 
 
 def _wanted(source: HubSource, names: Iterable[str], is_adapter: bool) -> list[str]:
-    """Return the files to download, of the top alone: what lies deeper is the same for other programs."""
+    """Return the files to download, from the top level only: subfolders hold other programs' formats."""
     top = [name for name in names if "/" not in name]
     if ADAPTER_CONFIG in top and (is_adapter or "config.json" not in top):
         return [ADAPTER_CONFIG, *(name for name in top if name.startswith("adapter_model."))]

@@ -1,4 +1,4 @@
-"""The view of what a model was deployed from, for `hearth show`. Asks nobody: that is the caller's part."""
+"""The state of a model's source, for `hearth show`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ def upstream_view(
 ) -> UpstreamView:
     """Return the view of a model's upstream.
 
-    Args:
-        deployed: the model or adapter.
-        known: what is noted of its upstream, the look included.
-        has_looked: upstream was asked just now, and has answered.
-        failure: why it has not answered; None also where nobody has asked.
+    `has_looked`: upstream has just answered. `failure`: why it has not; None also if it was not asked.
     """
     change = known.change
     if change is None:
@@ -32,7 +28,7 @@ def upstream_view(
 
 
 def _deploy_command(deployed: Deployed | DeployedAdapter) -> str:
-    """Return the command that deploys the newest version in the place of this one."""
+    """Return the command that replaces this deployment with the newest version."""
     source, kept = deployed.source, ""
     if isinstance(deployed, DeployedAdapter):
         kept = f" --base {deployed.base}"

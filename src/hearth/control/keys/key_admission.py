@@ -1,6 +1,6 @@
-"""Lets requests in by the limits of their API keys, and has what they used counted. The rules are policy's.
+"""Admits requests by the limits of their API keys, and counts their usage. The rules are in `policy/limits`.
 
-What an HTTP request asks for is one request, however many prompts and choices it has.
+An HTTP request is one request, however many prompts and choices it has.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from hearth.core.errors import RateLimited
 from hearth.core.types import RateStatus
 from hearth.policy.limits.key_limiter import KeyLimiter, LimitKind, LimitRefusal, Ticket
 
-#: When a client is told to come back whose requests that run are too many: nobody knows when one ends.
+#: Retry time of a client with too many running requests: when one ends is unknown.
 CONCURRENT_RETRY_S = 1.0
 
 
 class KeyAdmissions:
-    """The gate of all API keys. Mutable; used on the event loop alone."""
+    """Mutable; used on the event loop alone."""
 
     def __init__(self, usage: KeyUsage, metrics: Metrics, now_s: Callable[[], float]) -> None:
         self._usage, self._metrics, self._now_s = usage, metrics, now_s
         self._limiter: KeyLimiter[KeyId] = KeyLimiter()
 
     def admit(self, caller: Caller) -> KeyAdmission:
-        """Let a request in, which has to be ended: it is a context.
+        """Admit a request until its context ends.
 
         Raises:
-            RateLimited: the key of the caller has had what it may have for now.
+            RateLimited: a limit of the caller's key is reached.
         """
         if caller.key_id is None:
             return KeyAdmission(self, caller, None)
@@ -42,7 +42,7 @@ class KeyAdmissions:
         return KeyAdmission(self, caller, outcome)
 
     def status(self, caller: Caller) -> RateStatus | None:
-        """Return what is left of the limits of a caller; None: there are none."""
+        """Return what is left of a caller's limits; None: there are none."""
         limits = caller.terms.limits
         if caller.key_id is None or limits.requests_per_min is limits.tokens_per_min is None:
             return None
@@ -91,7 +91,7 @@ class KeyAdmissions:
 
 
 class KeyAdmission:
-    """A request that was let in, until it ends. Mutable; used by the one task that answers it."""
+    """An admitted request, until it ends. Mutable; used by the one task that answers it."""
 
     def __init__(self, gate: KeyAdmissions, caller: Caller, ticket: Ticket | None) -> None:
         """`ticket` is None where there is no key."""
@@ -101,16 +101,16 @@ class KeyAdmission:
         self._streams: list[tuple[AnswerStream, bool]] = []
 
     def charge(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Charge a prompt and what its answer may become, before anything is computed for it.
+        """Charge a prompt and the longest possible answer, before anything is computed.
 
         Raises:
-            RateLimited: that is more than the key may have for now. The request counts for nothing then.
+            RateLimited: a limit of the key is reached. The request then counts for nothing.
         """
         if self._ticket is not None:
             self._gate.charge(self.caller, self._ticket, num_prompt_tokens, max_tokens)
 
     def follow(self, stream: AnswerStream, *, counts_prompt: bool) -> None:
-        """Have the tokens of a stream counted at the end."""
+        """Count the tokens of a stream at the end."""
         self._streams.append((stream, counts_prompt))
 
     def __enter__(self) -> KeyAdmission:
@@ -119,9 +119,9 @@ class KeyAdmission:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        """End the request, however it ended: settle what it was charged. A second time changes nothing.
+        """End the request and settle its charge. A second call changes nothing.
 
-        A prompt counts once somebody may have computed it: not if the service has failed before a token came.
+        A prompt counts unless the service failed before the first token.
         """
         if self._ticket is None:
             return

@@ -1,7 +1,7 @@
-"""How much was asked with each API key since it was made, over restarts of the service. Limits nothing.
+"""Usage of each API key since it was made, across restarts of the service. Limits nothing.
 
-Counts are written to a file of the data directory a few seconds after they have changed, as a whole or not at
-all: a service that is killed forgets its last seconds. A file that cannot be read is begun anew.
+Counts are written to a file of the data directory a few seconds after they change, atomically. A killed
+service loses its last seconds. An unreadable file is replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class KeyUse:
-    """The use that was made of one key. Mutable; written by `KeyUsage`."""
+    """The usage of one key. Mutable; written by `KeyUsage`."""
 
     num_requests: int = 0  #: that were let in and have ended, however they did
     prompt_tokens: int = 0
@@ -42,18 +42,14 @@ class KeyUse:
 
 @dataclass(slots=True)
 class UsageRecord:
-    """The file of all keys' use. Mutable, as its parts."""
+    """The file of all keys' usage. Mutable, as are its parts."""
 
     since_s: float = field(default_factory=time.time)  #: since the epoch: nothing before that is counted
     keys: dict[KeyId, KeyUse] = field(default_factory=dict)
 
 
 def read_usage(path: Path) -> UsageRecord:
-    """Return what a service has counted; nothing, if none has.
-
-    Raises:
-        ConfigError: the file cannot be understood.
-    """
+    """Return what a service has counted; empty if there is no file. Raises ConfigError if it is invalid."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=UsageRecord)
     except FileNotFoundError:
@@ -68,7 +64,7 @@ class KeyUsage:
     """Mutable; used on the event loop alone. Files are written on another thread."""
 
     def __init__(self, path: Path, known_ids: Callable[[], set[KeyId]], metrics: Metrics) -> None:
-        """`known_ids` returns the keys that there are, the only ones kept, or raises ConfigError."""
+        """`known_ids` returns the existing keys, the only ones kept, or raises ConfigError."""
         self._path, self._known_ids, self._metrics = path, known_ids, metrics
         self._labels: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -82,7 +78,7 @@ class KeyUsage:
             self._record = UsageRecord()
 
     def count(self, caller: Caller, prompt_tokens: int, output_tokens: int) -> None:
-        """Count a request that has ended; not where there is no key."""
+        """Count a request that has ended, if it has a key."""
         if caller.key_id is None:
             return
         use = self._record.keys.setdefault(caller.key_id, KeyUse())
@@ -106,7 +102,7 @@ class KeyUsage:
 
     @property
     def note(self) -> str | None:
-        """Say why the file is not up to date; None: it is, or will be in a moment."""
+        """Why the file is not up to date; None: it is, or will be in a moment."""
         if self._fault is None:
             return None
         return (

@@ -1,7 +1,6 @@
-"""API keys: who may use the service, and who may change it. The file holds hashes, never a key.
+"""API keys: which callers may use the service, and which may change it. The file holds hashes, never a key.
 
-A key is 256 random bits, so nobody guesses it from its hash and a fast hash is the right one: what makes
-passwords need a slow one, that people choose them, is not the case here.
+A key is 256 random bits. So a fast hash is safe: only passwords, which people choose, need a slow one.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class _StoredKey:
         return KeyTerms(limits, self.models, self.service_class)
 
     def with_terms(self, terms: KeyTerms) -> _StoredKey:
-        """Return the same key with other terms."""
         return replace(
             self,
             requests_per_min=terms.limits.requests_per_min,
@@ -81,7 +79,7 @@ class _StoredKey:
 
     @property
     def key_id(self) -> KeyId:
-        """A name of this key alone, which tells nothing of its salt."""
+        """An id of this key alone, which reveals nothing of its salt."""
         return KeyId(hashlib.blake2b(bytes.fromhex(self.salt), digest_size=16).hexdigest())
 
     @property
@@ -90,20 +88,19 @@ class _StoredKey:
 
     @property
     def caller(self) -> Caller:
-        """The owner, in the group that was named, or else in one of the key alone.
+        """The owner, in the named group, or else in a group of this key alone.
 
-        A key's own group is known by its salt: no name leads into it, nor does a later key of the same name.
+        The key's own group is derived from its salt: no group name and no later key leads into it.
         """
         group = f"key:{self.salt}" if self.group is None else f"group:{self.group}"
         return Caller(self.name, self.role, GroupId(group), self.terms, self.key_id)
 
 
 def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyTerms | None = None) -> str:
-    """Make a key and return it; nothing can tell it again.
+    """Make a key and return it. It cannot be shown again.
 
     Raises:
-        ConfigError: the name is taken or cannot be one, nor the group's, the terms are wrong, or the file
-            cannot be used.
+        ConfigError: the name is taken, the name, group or terms are invalid, or the file cannot be used.
     """
     terms = terms or KeyTerms()
     _check_terms(terms)
@@ -123,10 +120,10 @@ def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyT
 
 
 def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyTerms:
-    """Change the terms of a key, which stays what it is; return what they are now.
+    """Change the terms of a key and return them.
 
     Raises:
-        ConfigError: there is no key of that name, the terms are wrong, or the file cannot be used.
+        ConfigError: there is no key of that name, the terms are invalid, or the file cannot be used.
     """
     with _changing(path):
         entries = _read(path)
@@ -155,7 +152,7 @@ def _unknown(path: Path, name: str, entries: Sequence[_StoredKey]) -> ConfigErro
 
 
 def is_loopback(host: str) -> bool:
-    """True if an address or name means this machine, where nobody needs a key unless there are some."""
+    """True if an address or name means this machine, where keys are optional."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -167,27 +164,19 @@ def list_keys(path: Path) -> list[KeyInfo]:
     return [entry.info for entry in _read(path)]
 
 
-@dataclass(frozen=True, slots=True)
-class _FileVersion:
-    """The version of a file, which differs after every change: a change puts a new file in its place."""
-
-    inode: int
-    mtime_ns: int
-    num_bytes: int
-
-
 class ApiKeys:
-    """The keys of a file, also after it has changed. Mutable; any one thread at a time may ask."""
+    """The keys of a file, reread when it changes. Mutable; used by one thread at a time."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._version: _FileVersion | None = None
+        self.path = path
+        #: Inode, time and size of the file: each change puts a new file in its place.
+        self._version: tuple[int, int, int] | None = None
         self._entries: list[_StoredKey] = []
         self._have_existed = False
 
     @staticmethod
     def load(path: Path) -> ApiKeys:
-        """Read a file of keys; no file means no keys. Raises ConfigError if it cannot be understood."""
+        """Read a file of keys; no file means no keys. Raises ConfigError if it is invalid."""
         keys = ApiKeys(path)
         keys._refresh()
         return keys
@@ -197,24 +186,20 @@ class ApiKeys:
         return len(self._entries)
 
     @property
-    def path(self) -> Path:
-        return self._path
-
-    @property
     def are_required(self) -> bool:
-        """True from the first key on: whoever makes one wants it asked for, and removing all opens nothing.
+        """True once there was a key. Removing all keys does not open the service.
 
         Raises:
-            ConfigError: the file has changed and cannot be understood.
+            ConfigError: the file has changed and is invalid.
         """
         self._refresh()
         return self._have_existed
 
     def check(self, key: str) -> Caller | None:
-        """Return the owner of a key, None if it is nobody's, in the same time for wrong keys and right ones.
+        """Return the owner of a key; None: unknown. Takes the same time for wrong keys and right ones.
 
         Raises:
-            ConfigError: the file has changed and cannot be understood.
+            ConfigError: the file has changed and is invalid.
         """
         self._refresh()
         found = None
@@ -225,15 +210,15 @@ class ApiKeys:
         return found
 
     def ids(self) -> set[KeyId]:
-        """Return the ids of all keys. Raises ConfigError: the file has changed and cannot be understood."""
+        """Return the ids of all keys. Raises ConfigError: the file has changed and is invalid."""
         self._refresh()
         return {entry.key_id for entry in self._entries}
 
     def _refresh(self) -> None:
-        """Read the file again if it has changed; to look costs microseconds, so it is done for every key."""
-        version = _version_of(self._path)
+        """Read the file again if it has changed. The check takes microseconds, so every key has one."""
+        version = _version_of(self.path)
         if version != self._version or version is None:
-            self._entries = _read(self._path)
+            self._entries = _read(self.path)
             self._version = version
             self._have_existed = self._have_existed or bool(self._entries)
 
@@ -247,7 +232,6 @@ def _check_name(what: str, name: str) -> None:
 
 
 def _check_terms(terms: KeyTerms) -> None:
-    """Raise ConfigError if a key cannot have these terms."""
     limits = {
         "requests per minute": terms.limits.requests_per_min,
         "tokens per minute": terms.limits.tokens_per_min,
@@ -269,12 +253,12 @@ def _hash(key: str, salt: bytes) -> bytes:
     return hashlib.blake2b(key.encode(errors="replace"), key=salt, digest_size=32).digest()
 
 
-def _version_of(path: Path) -> _FileVersion | None:
+def _version_of(path: Path) -> tuple[int, int, int] | None:
     try:
         found = path.stat()
     except OSError:
         return None
-    return _FileVersion(found.st_ino, found.st_mtime_ns, found.st_size)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _read(path: Path) -> list[_StoredKey]:

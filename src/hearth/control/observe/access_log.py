@@ -1,7 +1,7 @@
 """The access log: one line for each HTTP request that has ended. Holds no prompts and no answers.
 
-Every value that a client has a say in is spelled so that it can neither end the line nor look like another
-field. The file is kept within a size by `LogRotation`, as the log of the service is.
+Values from clients are escaped: none can end the line or imitate another field. `LogRotation` limits the
+file's size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class AccessLog:
-    """A file of lines. Mutable; used on the event loop alone."""
+    """Mutable; used on the event loop alone."""
 
     def __init__(self, path: Path, line_format: LineFormat, metrics: Metrics) -> None:
         self._path, self._line_format = path, line_format
@@ -42,7 +42,7 @@ class AccessLog:
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, record: ExchangeRecord) -> None:
-        """Append a line, into the kernel's memory, which takes microseconds; nothing once it is closed."""
+        """Append a line, into the kernel's memory, which takes microseconds. No-op once closed."""
         if self._file is None:  # an exchange that ends after the service
             return
         line = self._line_format(fields_of(record)) + b"\n"
@@ -56,7 +56,7 @@ class AccessLog:
 
     @property
     def note(self) -> str | None:
-        """Say why lines are missing; None: the last one was written."""
+        """Why lines are missing; None: the last one was written."""
         if self._fault is None:
             return None
         return f"the access log `{self._path}` cannot be written: {self._fault}"
@@ -75,7 +75,7 @@ class AccessLog:
 
 
 def fields_of(record: ExchangeRecord) -> dict[str, Field]:
-    """Return what is logged of a request; None where there is nothing to say."""
+    """Return the logged fields of a request; a field without a value is None."""
     has_requests, sent_trace = bool(record.requests), record.correlation.trace
     return {
         "time": datetime.fromtimestamp(record.began_at_s, UTC).isoformat(timespec="milliseconds"),
@@ -101,13 +101,12 @@ def fields_of(record: ExchangeRecord) -> dict[str, Field]:
 
 
 def text_line(fields: Mapping[str, Field]) -> bytes:
-    """Return a line for people: the time, then each field as `name=value`."""
+    """Return a line for people: the time, then `name=value` fields."""
     time, *rest = fields.items()
     return " ".join([str(time[1]), *(f"{name}={_spelled(value)}" for name, value in rest)]).encode("ascii")
 
 
 def json_line(fields: Mapping[str, Field]) -> bytes:
-    """Return a line for programs: a JSON object."""
     cut = {name: value[:_MAX_CHARS] if isinstance(value, str) else value for name, value in fields.items()}
     try:
         line = _quick_json(cut)
@@ -124,7 +123,7 @@ LINE_FORMATS: dict[Literal["text", "json"], LineFormat] = {"text": text_line, "j
 
 
 def _spelled(value: Field) -> str:
-    """Spell a value as one word, or as a JSON string in ASCII if it is none."""
+    """Return a value as one word, or else as a JSON string in ASCII."""
     match value:
         case None:
             return "-"

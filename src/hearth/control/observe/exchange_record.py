@@ -1,7 +1,7 @@
 """A record of one HTTP request and its response, for metrics, the access log and traces.
 
-The record travels with the task that answers: whatever is started on its behalf is noted in it, by whichever
-way it was asked for. Holds no body, and no header but the client's names for the request. Writes nothing.
+A context variable of the answering task holds the record, so the gateway notes the requests that the task
+starts. Holds no body, and of the headers only the client's names for the request.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 from hearth.control.observe.timeline import Timeline
 from hearth.control.requests.correlation import UNNAMED, Correlation
 
-#: The status of what a client did not wait for, as nginx numbers it.
+#: The status if the client disconnected first, as in nginx.
 CLIENT_GONE = 499
 
 
 @dataclass(slots=True)
 class ExchangeRecord:
-    """Mutable; written by the task that answers. Times are the event loop's own, but for one."""
+    """Mutable; written by the task that answers. Times are the event loop's own, except `began_at_s`."""
 
-    method: str = ""  #: empty, as the next: what came was no HTTP
+    method: str = ""  #: empty, as the next: not HTTP
     path: str = ""  #: as the client sent it, without its query
     correlation: Correlation = UNNAMED
-    peer: str | None = None  #: the address that the request came from; None: nobody knows
+    peer: str | None = None  #: the address that the request came from; None: unknown
     began_s: float = field(default_factory=time.monotonic)
     began_at_s: float = field(default_factory=time.time)  #: since the epoch
     request_id: str = ""  #: the service's own; known at the end
-    caller: str | None = None  #: the name of the key; None: nobody was let in
+    caller: str | None = None  #: the name of the key; None: not authenticated
     route: str | None = None  #: the template that the path fits; None: there is none
     model: str | None = None
     status: int | None = None  #: None: nothing was sent
@@ -36,18 +36,18 @@ class ExchangeRecord:
     num_received_bytes: int = 0  #: of the body
     num_sent_bytes: int = 0  #: likewise
     ended_s: float = 0.0
-    #: The requests of the gateway that came of it, and whether the prompt of each is one of its own.
+    #: Its requests at the gateway, and whether the prompt of each counts.
     requests: list[tuple[Timeline, bool]] = field(default_factory=list)
     trace_id: str | None = None  #: of the trace that was recorded; None: none was
 
     def started(self, timeline: Timeline, *, counts_prompt: bool) -> None:
-        """Note a request of the gateway. `counts_prompt`: False: another answer to a prompt noted before."""
+        """Note a request of the gateway. `counts_prompt` False: another answer to a prompt noted before."""
         self.model = timeline.model
         self.requests.append((timeline, counts_prompt))
 
     @property
     def status_code(self) -> int:
-        """The status that was sent, or that of a client who did not wait for one."""
+        """The status that was sent, or `CLIENT_GONE`."""
         return CLIENT_GONE if self.status is None else self.status
 
     @property
@@ -64,7 +64,7 @@ class ExchangeRecord:
 
     @property
     def queue_s(self) -> float | None:
-        """How long its requests waited for a worker, the last of them; None: there are none."""
+        """The longest wait for a worker among its requests; None: there are none."""
         waits = [one.queue_s for one, _ in self.requests]
         return max((wait for wait in waits if wait is not None), default=None)
 
@@ -83,7 +83,7 @@ _CURRENT: ContextVar[ExchangeRecord | None] = ContextVar("hearth_exchange_record
 
 
 def set_current_exchange(record: ExchangeRecord) -> None:
-    """Have what this task and its children start noted in a record."""
+    """Note what this task and its children start in a record."""
     _CURRENT.set(record)
 
 

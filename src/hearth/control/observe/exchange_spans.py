@@ -23,6 +23,7 @@ from opentelemetry.trace import (
 from prometheus_client import Counter
 
 from hearth.control.observe.exchange_record import ExchangeRecord
+from hearth.control.observe.explanation import marks_of, spans_of
 from hearth.control.observe.timeline import Timeline
 from hearth.control.observe.views import TimelineSpan
 from hearth.control.requests.correlation import TraceParent
@@ -59,7 +60,6 @@ class CountingExporter(SpanExporter):
         return result
 
     def drop(self, num_traces: int, reason: str) -> None:
-        """Count traces that are not sent, and log the first of them."""
         self._dropped.inc(num_traces)
         if self.note is None:
             self.note = f"traces are dropped: {reason}"
@@ -94,7 +94,7 @@ class ExchangeSpans:
         if not context.trace_flags.sampled:
             return
         now_s = record.ended_s
-        traced = [(one, one.told_spans(now_s)) for one, _ in record.requests[:MAX_TRACED_REQUESTS]]
+        traced = [(one, spans_of(one, now_s)) for one, _ in record.requests[:MAX_TRACED_REQUESTS]]
         num_spans = 1 + sum(1 + len(phases) for _, phases in traced)
         num_queued = self._num_ended - self._exporter.num_taken
         if num_queued + num_spans > self._max_queued:  # the SDK would drop parts of traces
@@ -120,7 +120,7 @@ class ExchangeSpans:
             attributes=_request_attributes(timeline),
             start_time=_nanoseconds(arrived_at_s),
         )
-        for at_s, what, detail in timeline.told_marks(now_s):
+        for at_s, what, detail in marks_of(timeline, now_s):
             if what != "ended":  # its detail may quote the request
                 span.add_event(what, _detail(detail), _nanoseconds(arrived_at_s + (at_s - arrived_s)))
         inside = set_span_in_context(span, parent)
@@ -149,7 +149,6 @@ def _parent(trace: TraceParent | None) -> Context:
 
 
 def _exchange_attributes(record: ExchangeRecord) -> dict[str, str | int]:
-    """Return the attributes of OpenTelemetry's conventions for an HTTP request, and who sent it."""
     attributes: dict[str, str | int] = {
         "http.request.method": record.method,
         "http.response.status_code": record.status_code,
@@ -169,7 +168,6 @@ def _exchange_attributes(record: ExchangeRecord) -> dict[str, str | int]:
 
 
 def _request_attributes(timeline: Timeline) -> dict[str, str | int | list[str]]:
-    """Return the attributes of OpenTelemetry's conventions for an answer, and where it was generated."""
     attributes: dict[str, str | int | list[str]] = {
         "gen_ai.request.model": timeline.adapter or timeline.model,
         "gen_ai.response.finish_reasons": [timeline.outcome],

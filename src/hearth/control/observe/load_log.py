@@ -1,10 +1,8 @@
-"""Logs of the loads that requests may have to wait for: those under way, and the last one of every model.
+"""The loads that requests may wait for: those that run, and the last one of every hosted model.
 
-Starts no load: that is ordered by the brain, or done by a worker on its own.
-
-A worker that has given away part of a hosted model's weights while that was idle loads it again when a
-request comes, without an order. Whether it will has to be guessed when the request is sent there: the model
-was whole once, and by the worker's last word it is not now. Where the guess was wrong, no load follows.
+A worker may evict part of an idle hosted model's weights, and load them again without an order when a request
+comes. Whether it will is guessed when the request is dispatched: the model was whole once, and by the
+worker's last report it no longer is. If the guess was wrong, no load follows.
 """
 
 from __future__ import annotations
@@ -15,19 +13,19 @@ from dataclasses import dataclass, field
 from hearth.core.messages import ModelLoaded
 from hearth.core.types import ModelId, Rung, WorkerId
 
-#: The tier of a load for which no byte had to come.
+#: The tier of a load that read no bytes.
 ON_DEVICE = "device"
 
 
 def slowest_tier(rungs: Iterable[Rung]) -> str:
-    """Return the slowest rung that had to help with a load; without any, all of it was on the device."""
+    """Return the slowest rung that a load read from; without any, all bytes were on the device."""
     slowest = max(rungs, key=list(Rung).index, default=None)
     return ON_DEVICE if slowest is None else slowest
 
 
 @dataclass(slots=True)
 class LoadLog:
-    """The log of one load, which all requests that wait for it share. Mutable; written by the observer."""
+    """One load, shared by all requests that wait for it. Mutable; written by the observer."""
 
     worker: WorkerId
     began_s: float
@@ -49,7 +47,7 @@ class LoadLog:
 
     @property
     def is_guessed(self) -> bool:
-        """True while nobody has ordered the load and no worker has told of it."""
+        """True while the load was neither ordered nor reported by a worker."""
         return self.is_again and self.ended_s is None and not self.layers
 
     def call_off(self) -> None:
@@ -57,21 +55,21 @@ class LoadLog:
         self.ended_s, self.is_void = self.began_s, True
 
     def progressed(self, now_s: float, num_layers: int) -> None:
-        """Note layers that can run, whenever there are half as many again: some ten times for any model."""
+        """Note layers that can run, whenever their number has grown by half: some ten times for any model."""
         if num_layers and (not self.layers or num_layers >= 1.5 * self.layers[-1][1]):
             self.layers.append((now_s, num_layers))
 
     def succeed(self, now_s: float, loaded: ModelLoaded) -> None:
-        """End the load; the times that the worker measured tell when it really began."""
+        """End the load. Its begin follows from the times that the worker measured."""
         self.loaded, self.ended_s, self.awaits_turn = loaded, now_s, False
         took_s = loaded.took_s - self._found_before_s
-        # When one began that nobody has ordered was only guessed.
+        # The begin of a load without an order was a guess.
         self.began_s = now_s - took_s if self.is_again else min(self.began_s, now_s - took_s)
         self.first_layer_at_s = self.found_s + loaded.place_s + loaded.first_layer_s
 
     @property
     def found_s(self) -> float:
-        """When the model was found and memory could be taken, of a load that has ended well."""
+        """When the model was found and memory could be taken, of a load that succeeded."""
         open_s = 0.0 if self.loaded is None else self.loaded.open_s
         return self.began_s + open_s - self._found_before_s
 
@@ -81,7 +79,7 @@ class LoadLog:
         return self.loaded.open_s if self.loaded is not None and self.follows_turn else 0.0
 
     def turn_began(self, now_s: float) -> None:
-        """Note that the load begins now, unless it had begun."""
+        """Begin the load, unless it has begun."""
         if self.awaits_turn:
             self.awaits_turn, self.follows_turn, self.began_s = False, True, now_s
 
@@ -103,18 +101,17 @@ class LoadLogs:
         return self._logs.get((worker, model))
 
     def begin(self, worker: WorkerId, model: ModelId, now_s: float, *, awaits_turn: bool = False) -> None:
-        """Start the log of a model that is hosted from now on."""
         self._logs[worker, model] = LoadLog(worker, now_s, awaits_turn=awaits_turn)
 
     def begin_again(self, worker: WorkerId, model: ModelId, now_s: float) -> LoadLog:
-        """Start another log of a hosted model: what it has lost since its last load is loaded now."""
+        """Begin another load of a hosted model, which has lost weights since its last one."""
         last = self._logs[worker, model]
         log = LoadLog(worker, now_s, whole_bytes=last.whole_bytes, is_again=True)
         self._logs[worker, model] = log
         return log
 
     def awaited(self, worker: WorkerId, model: ModelId, now_s: float) -> LoadLog | None:
-        """Return the load that a request sent there now has to wait for; None: the model is there."""
+        """Return the load that a request sent there now has to wait for; None: the model is whole."""
         log = self.get(worker, model)
         if log is None or log.ended_s is None:
             return log
@@ -122,7 +119,7 @@ class LoadLogs:
         return None if is_whole else self.begin_again(worker, model, now_s)
 
     def reported(self, worker: WorkerId, bytes_by_model: Mapping[ModelId, int]) -> None:
-        """Note what lies on a worker's device; a guessed load of a model that is whole is called off."""
+        """Note the bytes on a worker's device; end a guessed load of a model that is whole."""
         self._bytes[worker] = dict(bytes_by_model)
         for model, num_bytes in bytes_by_model.items():
             log = self._measured(worker, model)
@@ -130,23 +127,22 @@ class LoadLogs:
                 log.call_off()
 
     def mark_whole(self, worker: WorkerId, model: ModelId) -> None:
-        """Take a model for whole whose load has ended, also before the worker reports its bytes."""
+        """Count a loaded model as whole, before the worker reports its bytes."""
         log = self._measured(worker, model)
         if log is not None:
             self._bytes.setdefault(worker, {})[model] = log.whole_bytes
 
     def end(self, worker: WorkerId, model: ModelId) -> LoadLog | None:
-        """Drop the log of a model that is hosted no more and return it; None: the model was not hosted."""
+        """Drop and return the log of a model that is no longer hosted; None: it was not hosted."""
         return self._logs.pop((worker, model), None)
 
     def lose(self, worker: WorkerId) -> None:
-        """Drop all logs of a lost worker."""
         self._bytes.pop(worker, None)
         for key in [key for key in self._logs if key[0] == worker]:
             del self._logs[key]
 
     def _measured(self, worker: WorkerId, model: ModelId) -> LoadLog | None:
-        """Note how large the model is there: it may be stored in other bytes than it is served in."""
+        """Update the model's size there: it may be stored in another format than it is served in."""
         log = self.get(worker, model)
         if log is not None:
             log.whole_bytes = max(log.whole_bytes, self._on_device(worker, model))

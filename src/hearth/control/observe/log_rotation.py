@@ -1,8 +1,8 @@
-"""Keeps the log that all processes of a service append to within a size, while they do. Writes no line of it.
+"""Limits the size of a log that several processes append to.
 
-A worker has the log open for as long as it lives, and would go on writing to a file that is renamed. So the
-newest part of the log is copied to `service.log.1` and the log emptied: whoever appends goes on at its
-new end. Only what is written between the end of the copy and the emptying, some microseconds, is in neither.
+Processes keep the log open and would go on writing to a renamed file. So the newest part is copied to
+`service.log.1` and the log is truncated: writers continue at its new end. Lines written between the end of
+the copy and the truncation, some microseconds, are lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class LogRotation:
-    """The task that looks at the size of a log and rotates it. Mutable; used on the event loop alone."""
+    """A task that checks the size of a log and rotates it. Mutable; used on the event loop alone."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_LOG_BYTES, look_s: float = LOOK_S) -> None:
         self._path, self._max_bytes, self._look_s = path, max_bytes, look_s
@@ -49,7 +49,7 @@ class LogRotation:
 
 
 def rotate(path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
-    """Set aside the newest lines of a log larger than `max_bytes`, that many bytes at most, and empty it."""
+    """Move the newest `max_bytes` of a larger log aside, and truncate it."""
     try:
         file = path.open("r+b")
     except FileNotFoundError:
@@ -66,5 +66,4 @@ def rotate(path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
 
 
 def rotated_path(path: Path) -> Path:
-    """Return where the part of a log lies that was set aside last."""
     return path.with_name(f"{path.name}.1")

@@ -1,35 +1,68 @@
-"""Metrics by model, of a bounded number of models; all further ones are counted as one. Decides nothing.
+"""Metrics by model, for a bounded number of models; further models are counted as one.
 
-A model has series from its first request or load on, until it is removed. Whoever follows a request holds the
-series of its model: what comes after the removal is counted in series that nobody shows any more.
+A model has series from its first request or load until it is removed. The observer of a request keeps its
+model's series: what is counted after the removal is not shown.
 
-There may be ten thousand series, and prometheus_client takes a third of a second to write so many down, in
-which no client would be answered. So they are written here, one family at a time, in a twentieth of that.
+There may be ten thousand series. prometheus_client needs a third of a second for them, during which the event
+loop stands still. So they are formatted here, one family at a time, in a twentieth of that.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-
-from hearth.control.observe.latencies import Latencies
 
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _WHOLE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 #: The most models that have series of their own.
 MAX_MODEL_LABELS = 200
-#: The label of all others: no model can have it as its name.
+#: The label of all others; not a valid name of a model.
 OTHER_MODELS = "_other"
 _SECONDS_PER_HOUR = 3600.0
 
 
+class Latencies:
+    """A histogram whose update takes a third of a microsecond. Mutable; used on the event loop alone."""
+
+    __slots__ = ("_bounds_s", "_counts", "_sum_s")
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        below, buckets = 0, []
+        for bound, count in zip([*map(str, self._bounds_s), "+Inf"], self._counts, strict=True):
+            below += count
+            buckets.append((bound, float(below)))
+        return buckets
+
+    @property
+    def sum_s(self) -> float:
+        return self._sum_s
+
+
 class ModelSeries:
-    """All that is counted of one model. Mutable; used on the event loop alone."""
+    """All counts of one model. Mutable; used on the event loop alone."""
 
     __slots__ = (
-        *("first_token", "inter_token", "whole", "num_prompt_tokens", "num_output_tokens"),
-        *("requests", "turns", "loads", "busy_s", "device_s"),
+        "busy_s",
+        "device_s",
+        "first_token",
+        "inter_token",
+        "loads",
+        "num_output_tokens",
+        "num_prompt_tokens",
+        "requests",
+        "turns",
+        "whole",
     )
 
     def __init__(self) -> None:
@@ -46,17 +79,16 @@ class ModelSeries:
 
 
 class ModelMetrics:
-    """The series of all models. Mutable; used on the event loop alone."""
+    """Mutable; used on the event loop alone."""
 
     def __init__(self, device_hour_price: float | None = None) -> None:
-        """`device_hour_price`: of a device for an hour; None: there is no metric of money."""
         self._device_hour_price = device_hour_price
         self._series: dict[str, ModelSeries] = {}
         self._other = ModelSeries()
         self._folded: set[str] = set()  #: models that are counted in it
 
     def take(self, model: str) -> ModelSeries:
-        """Return the series of a model that has requests or was loaded; from now on they are shown."""
+        """Return the series of a model with requests or a load; they are shown from now on."""
         series = self._series.get(model)
         if series is not None:
             return series
@@ -72,26 +104,27 @@ class ModelMetrics:
         return self._series.get(model) or (self._other if model in self._folded else None)
 
     def remove(self, model: str) -> None:
-        """End the series of a model that is no longer deployed."""
         self._series.pop(model, None)
         self._folded.discard(model)
 
     def families(self) -> Iterator[str]:
-        """Yield each family as Prometheus reads it; between two of them others may have the event loop."""
+        """Yield each family in Prometheus' text format."""
         yield self._histogram(
-            "hearth_ttft_seconds", "From a request's arrival to its first token.", lambda one: one.first_token
+            "hearth_ttft_seconds",
+            "Time from a request's arrival to its first token.",
+            lambda one: one.first_token,
         )
         yield self._histogram(
-            "hearth_itl_seconds", "Between two tokens of a request.", lambda one: one.inter_token
+            "hearth_itl_seconds", "Time between two tokens of a request.", lambda one: one.inter_token
         )
         yield self._histogram(
             "hearth_e2e_seconds",
-            "From a request's arrival to the end of its answer; only of requests that were answered.",
+            "Time from a request's arrival to the end of its answer; answered requests only.",
             lambda one: one.whole,
         )
         yield self._counter(
             "hearth_prompt_tokens_total",
-            "Tokens of prompts that were taken.",
+            "Tokens of accepted prompts.",
             lambda one: one.num_prompt_tokens,
         )
         yield self._counter(
@@ -105,22 +138,23 @@ class ModelMetrics:
         )
         yield self._counters(
             "hearth_loads_total",
-            "Loads of models, by the slowest rung that had to help.",
-            *("tier", lambda one: one.loads),
+            "Loads of models, by the slowest tier that was read.",
+            "tier",
+            lambda one: one.loads,
         )
         yield self._counter(
-            "hearth_busy_seconds_total", "Time of devices in steps of models.", lambda one: one.busy_s
+            "hearth_busy_seconds_total", "Device time in steps of models.", lambda one: one.busy_s
         )
         yield self._counter(
             "hearth_device_seconds_total",
-            "Time of devices that models held, each second by the share of the memory.",
+            "Device time by the share of memory that models hold.",
             lambda one: one.device_s,
         )
         if (price := self._device_hour_price) is not None:
             per_s = price / _SECONDS_PER_HOUR
             yield self._counter(
                 "hearth_cost_total",
-                "The price of hearth_device_seconds_total, in the currency of service.device_hour_price.",
+                "Cost of hearth_device_seconds_total, in the currency of service.device_hour_price.",
                 lambda one: one.device_s * per_s,
             )
 
@@ -137,10 +171,7 @@ class ModelMetrics:
             latencies = get(series)
             buckets = latencies.buckets()
             lines += [f'{name}_bucket{{{label},le="{bound}"}} {count}' for bound, count in buckets]
-            lines += [
-                f"{name}_count{{{label}}} {buckets[-1][1]}",
-                f"{name}_sum{{{label}}} {latencies.sum_s}",
-            ]
+            lines += [f"{name}_count{{{label}}} {buckets[-1][1]}", f"{name}_sum{{{label}}} {latencies.sum_s}"]
         return _text(lines)
 
     def _counter(self, name: str, text: str, get: Callable[[ModelSeries], float]) -> str:

@@ -1,8 +1,8 @@
-"""Writes down what the service does: metrics, timelines and log lines. Decides nothing and sends nothing.
+"""Records what the service does: metrics, timelines and log lines. Decides nothing and sends nothing.
 
-The observer is handed every event of the brain with the orders that followed, and the few facts that are no
-events of the brain: what a load did in detail, steps, tokens, ends of requests. Whatever follows from events
-and orders alone is taken from them, so that a simulation that hands them over is measured like the service.
+The observer receives every event of the brain with its actions, and the few facts that are no events: details
+of loads, steps, tokens, ends of requests. What follows from events and actions is derived from them, so a
+simulation is measured like the service.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from hearth.control.observe.explanation import explain
 from hearth.control.observe.load_log import LoadLog, LoadLogs
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.model_metrics import ModelSeries
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Observer:
-    """The sink of events, orders and facts. Mutable; used on the event loop alone."""
+    """Mutable; used on the event loop alone."""
 
     def __init__(
         self,
@@ -36,10 +37,7 @@ class Observer:
         takes_turns: bool = False,
         device_share: Callable[[WorkerId], float] = lambda _: 1.0,
     ) -> None:
-        """`takes_turns`: models that do not fit together do, and workers tell whose turn it is.
-
-        `device_share`: how much of a device a worker has.
-        """
+        """`takes_turns`: models that do not fit together do. `device_share`: a worker's, of its device."""
         self._metrics, self._takes_turns, self._device_share = metrics, takes_turns, device_share
         self._in_turn: set[tuple[WorkerId, ModelId]] = set()
         self._loads = LoadLogs()
@@ -53,18 +51,18 @@ class Observer:
         self._is_closing = False
 
     def begin(self, timeline: Timeline) -> None:
-        """Follow a request, from before its arrival is told to the brain."""
+        """Follow a request. Call it before the brain is told of its arrival."""
         self._active[timeline.request_id] = timeline
         self._series[timeline.request_id] = self._metrics.models.take(timeline.model)
         self._recent.add(timeline)
 
     def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
-        """Return what happened to a request; None if it is none of the last ones, or not for the caller."""
+        """Return what happened to a recent request; None: unknown, or not for the caller."""
         timeline = self._recent.find(request_id, caller)
-        return None if timeline is None else timeline.explain(now_s)
+        return None if timeline is None else explain(timeline, now_s)
 
     def close(self) -> None:
-        """Expect workers to leave: from now on, one that does is not lost."""
+        """From now on, a worker that leaves is not counted as lost."""
         self._is_closing = True
 
     # The brain's events and orders.
@@ -89,7 +87,7 @@ class Observer:
             case events.WorkerLost():
                 self._worker_lost(event)
             case _:
-                pass  # the orders tell what became of it
+                pass  # its actions tell the rest
         for action in actions:
             self._ordered(event.now_s, action)
 
@@ -110,7 +108,7 @@ class Observer:
                 if self._loads.end(worker, model) is not None and not is_freed:
                     self._metrics.evictions.inc()
             case _:
-                pass  # a rejected request is told of by `ended`; the others are between brain and worker
+                pass  # `ended` records a rejected request
 
     def _dispatched(self, now_s: float, order: events.Dispatch) -> None:
         timeline = self._active[order.request_id]
@@ -145,12 +143,15 @@ class Observer:
         self._metrics.loaded(ready)
         load = self._loads.get(ready.worker, ready.model)
         reused_bytes = 0 if load is None or load.loaded is None else load.loaded.reused_bytes
-        # Models that take turns come back several times a second: no news.
+        # Models that take turns return several times a second.
         level = logging.DEBUG if load is not None and load.is_again else logging.INFO
         log.log(
             level,
             "model_ready model=%s worker=%s load_s=%.3f reused_bytes=%d rungs=%s",
-            *(ready.model, ready.worker, ready.total_s, reused_bytes),
+            ready.model,
+            ready.worker,
+            ready.total_s,
+            reused_bytes,
             ",".join(f"{use.rung}:{use.num_bytes}" for use in ready.rungs),
         )
 
@@ -160,7 +161,7 @@ class Observer:
         if load is None:
             return
         load.fail(failed.now_s, failed.reason)
-        if load.was_ready:  # its requests go on elsewhere; those of a first load end with it
+        if load.was_ready:  # its requests continue elsewhere; those of a first load end with it
             for timeline in list(self._on_worker(failed.worker, failed.model)):
                 timeline.lost(failed.now_s, failed.worker, f"broke under `{failed.model}`")
 
@@ -199,17 +200,16 @@ class Observer:
             self._metrics.fallbacks.labels("float32").inc()
 
     def adapter_loaded(self, now_s: float, loaded: AdapterLoaded, waited: Sequence[RequestId]) -> None:
-        """Note that an adapter has come to a device, for requests that waited for it."""
         self._metrics.adapter_loaded(loaded)
         for request_id in waited:
             self._active[request_id].adapter_loaded(now_s, loaded)
 
     def _running_load(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog | None:
-        """Return the log of the load under way; None if nobody has ordered one, which breaks no service."""
+        """Return the log of the running load; None: no load was ordered."""
         load = self._loads.get(worker, model)
         if load is None or load.ended_s is None:
             return load
-        # Weights were taken while a request was on its way there: the load is for those that wait.
+        # Weights were evicted while a request was on its way there.
         load = self._loads.begin_again(worker, model, now_s)
         for timeline in self._on_worker(worker, model):
             if not timeline.is_started:
@@ -221,7 +221,7 @@ class Observer:
     ) -> None:
         """Note a step that ended now and made `num_tokens`. `requests`: those on workers, by run."""
         began_s = now_s - step.step_s
-        for run in step.preempted:  # before the step; who was may have been admitted again for it
+        for run in step.preempted:  # before the step; it may have been admitted again
             self._metrics.preemptions.inc()
             if run in requests:
                 self._active[requests[run].request_id].preempted(began_s)
@@ -235,7 +235,7 @@ class Observer:
         self._metrics.step.observe(step.step_s)
 
     def pool_reported(self, now_s: float, worker: WorkerId, pong: Pong) -> None:
-        """Share out a device's time since the last report among the models that hold its memory."""
+        """Charge a device's time since the last report to the models that hold its memory."""
         seconds = now_s - self._reported_s.get(worker, now_s)
         self._reported_s[worker] = now_s
         per_byte_s = seconds * self._device_share(worker) / pong.budget_bytes
@@ -244,14 +244,13 @@ class Observer:
                 series.device_s += num_bytes * per_byte_s
 
     def made_late_text(self, models: Sequence[ModelId]) -> None:
-        """Note tokens, by their models, whose text was made behind that of others, after their step."""
+        """Note tokens, by their models, whose text was made after their step was delivered."""
         for model in models:
             if (series := self._metrics.models.find(model)) is not None:
                 series.num_output_tokens += 1
         self._metrics.late_text_tokens.inc(len(models))
 
     def delivered(self, now_s: float, request_id: RequestId) -> None:
-        """Note a token that a client was given."""
         timeline = self._active[request_id]
         if timeline.last_token_s is None:
             self._series[request_id].first_token.observe(now_s - timeline.arrived_s)
@@ -260,7 +259,7 @@ class Observer:
         timeline.token(now_s)
 
     def ended(self, now_s: float, request_id: RequestId, outcome: str, error: str | None) -> None:
-        """Note the end of a request: the reason of its last token, `cancelled`, or the label of an error."""
+        """Note the end of a request; `outcome`: a finish reason, `cancelled`, or the label of an error."""
         timeline, series = self._active.pop(request_id), self._series.pop(request_id)
         timeline.ended(now_s, outcome, error)
         is_answered = error is None and outcome != FinishReason.CANCELLED
@@ -268,18 +267,18 @@ class Observer:
         if is_answered:
             series.whole.observe(now_s - timeline.arrived_s)
         if not timeline.pace.tokens_per_s:
-            return  # nobody reads along
+            return  # batch requests have no pace
         num_late = timeline.num_late_tokens
         self._metrics.tokens_on_time.inc(timeline.num_output_tokens - num_late)
         self._metrics.tokens_late.inc(num_late)
         if is_answered:
-            # One of no tokens is due when its first token would be.
+            # A request of no tokens is due when its first token would be.
             is_late = now_s > timeline.paced.due_s if timeline.last_token_s is None else num_late > 0
             (self._metrics.requests_late if is_late else self._metrics.requests_on_time).inc()
 
 
 def _in_whose_step(lost: events.WorkerLost, timeline: Timeline) -> str:
-    """Say whose step a lost worker was in, to those who look at a request of it."""
+    """Say in whose step a worker was lost, for the timeline of one of its requests."""
     if lost.culprit is None:
         return ""
     if lost.culprit != timeline.model:

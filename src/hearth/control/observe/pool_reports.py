@@ -1,7 +1,4 @@
-"""The last reports of the workers' pools, for views and for metrics as Prometheus collects them.
-
-Keeps no books of memory: those are the pools' own.
-"""
+"""The last reports of the workers' pools, for views and metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from hearth.core.messages import Ping, Pong
 from hearth.core.types import WorkerId
 from hearth.node.worker_link import WorkerLink
 
-#: Pings with such numbers are of somebody who looks; the supervisor counts its own from 1.
+#: Pings from this number on ask for a view; the supervisor counts its own from 1.
 FIRST_LOOK = 1 << 32
 #: Every kind of part with the states that it can have.
 PARTS = (
@@ -53,7 +50,7 @@ class PoolReports:
         self._numbers = itertools.count(FIRST_LOOK)
         #: Done when a worker has answered the ping of that number, or is gone.
         self._looks: dict[tuple[WorkerId, int], asyncio.Future[None]] = {}
-        #: The counts of workers that are gone, because counters never go back.
+        #: The counts of lost workers: counters never decrease.
         self._past_moved_bytes = 0
         self._past_adapter_evictions = 0
         self._past_fallbacks: Counter[str] = Counter()
@@ -80,7 +77,7 @@ class PoolReports:
             self._wake(look)
 
     async def refresh(self, patience_s: float) -> None:
-        """Have workers report their pools as they are after all orders; one in a long step may not."""
+        """Have workers report their pools after all orders so far, or as many as do in time."""
         number = next(self._numbers)
         looks = {(worker, number): asyncio.get_running_loop().create_future() for worker in self._links}
         self._looks.update(looks)
@@ -94,13 +91,16 @@ class PoolReports:
                 self._wake(look)
 
     def view(self, worker: WorkerId, now_s: float) -> PoolView | None:
-        """Return a worker's pool as it was reported last; None: it has reported nothing yet."""
+        """Return a worker's last report; None: there is none yet."""
         report = self._reports.get(worker)
         if report is None:
             return None
         pong = report.pong
         return PoolView(
-            *(now_s - report.received_s, pool_parts(pong), pong.moved_bytes, pong.fallbacks),
+            now_s - report.received_s,
+            pool_parts(pong),
+            pong.moved_bytes,
+            pong.fallbacks,
             torch_limit_bytes=pong.torch_limit_bytes,
             is_torch_limit_measured=pong.is_torch_limit_measured,
         )
@@ -113,22 +113,22 @@ class PoolReports:
             sums = dict.fromkeys(PARTS, 0)
             for part in pool_parts(report.pong):
                 sums[part.kind, part.state] += part.num_bytes
-            seat, _, _ = worker.partition(".")  # its successors have the same, so that labels do not grow
+            seat, _, _ = worker.partition(".")  # successors share it, so that labels do not grow
             for (kind, state), num_bytes in sums.items():
                 taken.add_metric([seat, kind, state], num_bytes)
         yield taken
         pongs = self.pongs.values()
         moved_bytes = self._past_moved_bytes + sum(pong.moved_bytes for pong in pongs)
         yield CounterMetricFamily(
-            "hearth_pool_moved_bytes", "Bytes of weights moved to make place.", value=moved_bytes
+            "hearth_pool_moved_bytes", "Bytes of weights moved to make room.", value=moved_bytes
         )
         num_evictions = self._past_adapter_evictions + sum(pong.num_adapter_evictions for pong in pongs)
         yield CounterMetricFamily(
-            "hearth_adapter_evictions", "Adapters that had to make room.", value=num_evictions
+            "hearth_adapter_evictions", "Adapters that were evicted.", value=num_evictions
         )
         fallbacks = CounterMetricFamily(
             "hearth_pool_fallbacks",
-            "What pools and kernels had to do otherwise than wished.",
+            "Fallbacks of pools and kernels.",
             labels=["name"],
         )
         counted = Counter(self._past_fallbacks)

@@ -1,14 +1,11 @@
-"""Views of the workers' memory: whose bytes, for what, in use or kept. Pure; asks nobody.
+"""Views of the workers' memory, by model, purpose and state. Pure.
 
 The parts of a pool are disjoint and make up its budget:
 
-    weights   active: of a hosted model        retained: kept until somebody needs the room
+    weights   active: of a hosted model        retained: kept until the room is needed
     kv        active: of running requests      retained: cached prefixes    spare: a model's, but empty
     tables    active: of a placed model's engine, and of requests that are penalised or biased
-    adapters  active: of running requests      retained: kept until somebody needs the room
-    workspace active: of all models together
-    lost      spare: to rounding and fragments
-    free      spare
+    adapters  active: of running requests      retained: kept until the room is needed
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from hearth.policy.fleet.residents import Resident, State
 
 
 def pool_parts(pong: Pong) -> tuple[PartView, ...]:
-    """Return the parts of a pool that hold something: by model name, then what belongs to no one model."""
+    """Return the parts of a pool that hold something: by model name, then those of no single model."""
     uses = sorted(pong.models, key=lambda use: use.model)
     found = [part for use in uses for part in _parts_of(use)]
     found += _adapter_parts(pong)
@@ -39,7 +36,7 @@ def pool_parts(pong: Pong) -> tuple[PartView, ...]:
 
 
 def held_bytes(pong: Pong) -> dict[ModelId, int]:
-    """Return the memory that each model keeps from others: none that is retained, shared or all models'."""
+    """Return the memory that each model keeps from others: nothing retained or shared."""
     return {
         use.model: use.weights_bytes - use.shared_bytes + use.kv_bytes + use.tables_bytes
         for use in pong.models
@@ -50,9 +47,9 @@ def held_bytes(pong: Pong) -> dict[ModelId, int]:
 def resident_views(
     residents: Sequence[Resident], pongs: Mapping[WorkerId, Pong], now_s: float
 ) -> tuple[ResidentView, ...]:
-    """Return views of the models that the brain has on workers, and of those of which bytes are left there.
+    """Return views of the models that the brain has on workers, and of those with bytes left there.
 
-    Of a model that its worker has not reported yet, the view tells what the brain has promised.
+    Until a worker has reported a model, its view shows what the brain has promised.
     """
     hosted = {(one.worker, one.model): one for one in residents}
     used = {(worker, use.model): use for worker, pong in pongs.items() for use in pong.models}
@@ -67,7 +64,7 @@ def resident_views(
 
 
 def _adapter_parts(pong: Pong) -> list[PartView]:
-    """Return the parts of each model's adapters, those that requests use before the others."""
+    """Return the parts of each model's adapters, those in use first."""
     sums: Counter[tuple[ModelId, str]] = Counter()
     for use in pong.adapters:
         sums[use.base, "active" if use.num_running or use.is_pinned else "retained"] += use.num_bytes
@@ -85,7 +82,7 @@ def _adapters_of(model: ModelId, pong: Pong) -> tuple[ResidentAdapterView, ...]:
 
 
 def _parts_of(use: ModelUse) -> Iterator[PartView]:
-    """Yield the parts of one model, without the bytes that it shares: they belong to several."""
+    """Yield the parts of one model, without the bytes that it shares with other models."""
     yield PartView("weights", _weights_state(use), use.model, use.weights_bytes - use.shared_bytes)
     # The worker counts blocks and bytes at two moments, so there may be less memory than blocks would take.
     used_bytes = min(use.kv_bytes, use.kv_used_blocks * use.block_bytes)
@@ -101,7 +98,7 @@ def _weights_state(use: ModelUse) -> str:
 
 
 def _shared_once_bytes(pong: Pong) -> int:
-    """Return the bytes that models share, counted once: it follows from what the pool has left."""
+    """Return the bytes that models share, counted once: what the other parts leave of the pool."""
     most_bytes = sum(use.shared_bytes for use in pong.models)
     own_bytes = sum(
         use.weights_bytes - use.shared_bytes + use.kv_bytes + use.tables_bytes for use in pong.models
@@ -121,7 +118,7 @@ def _used_view(
 ) -> ResidentView:
     """Return the view of a model that its worker has reported.
 
-    Its state is the brain's; a model that the brain does not know any more is retired, or about to be.
+    The state is the brain's. A model that the brain no longer knows is retired, or about to be.
     """
     loading = one if one is not None and one.state is State.LOADING else None
     return ResidentView(

@@ -1,13 +1,12 @@
-"""The timeline of a request: what happened to it and when, and its explanation. Reads no clock."""
+"""The timeline of a request: what happened to it and when. Reads no clock."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hearth.control.observe.load_log import ON_DEVICE, LoadLog, slowest_tier
-from hearth.control.observe.views import Explanation, RungView, TimelineMark, TimelineSpan
 from hearth.control.requests.caller import Caller, GroupId
 from hearth.control.requests.correlation import UNNAMED, Correlation
 from hearth.core.messages import AdapterLoaded
@@ -15,11 +14,11 @@ from hearth.core.types import ModelId, Pace, Pooling, RequestId, TurnEnd, Worker
 from hearth.policy.fleet.events import Option
 from hearth.policy.turns.paced_request import PacedRequest
 
-#: Explanations that are kept.
+#: Timelines that are kept.
 MAX_EXPLAINED = 1000
-#: Waits for turns that are told of one by one; all of them are counted.
+#: Waits for turns that are recorded one by one; all are counted.
 MAX_WAITS = 32
-#: A shorter wait for a first turn is not worth a line: that long it takes to say that nobody is in the way.
+#: A shorter wait for a first turn is not shown: so long it takes to learn that no other model runs.
 MIN_WAIT_S = 0.01
 #: Why a model had to wait for its next turn, for people.
 PAUSE_REASONS = {
@@ -114,9 +113,8 @@ class Timeline:
         self.mark(now_s, "started", f"after {waited_s:.3f} s on the worker, {found}")
 
     def adapter_loaded(self, now_s: float, loaded: AdapterLoaded) -> None:
-        """Note that the adapter of the request has come, for which it waited."""
         self.adapter_load, self.adapter_loaded_s = loaded, now_s
-        self.mark(now_s, "adapter_loaded", f"{self.adapter}, {_adapter_bytes(loaded)}")
+        self.mark(now_s, "adapter_loaded", f"{self.adapter}, {adapter_bytes(loaded)}")
 
     @property
     def adapter_tier(self) -> str | None:
@@ -142,7 +140,7 @@ class Timeline:
             self.waits.append(self.wait)
 
     def turn_began(self, now_s: float) -> float | None:
-        """Note that the model is in turn again; returns the seconds of a pause that is over by that."""
+        """Note that the model is in turn again; return the seconds of the pause that ends."""
         wait, self.wait = self.wait, None
         if wait is None:
             return None
@@ -173,7 +171,7 @@ class Timeline:
         return bool(self.stays) and self.stays[-1].started_s is not None
 
     def lost(self, now_s: float, worker: WorkerId, how: str = "died") -> None:
-        """Note that the worker of the request, or its replica there, is gone; `how` says what that did."""
+        """Note that the request's worker, or its replica there, is gone; `how`: what it did."""
         self.stays[-1].ended_s = now_s
         self.turn_began(now_s)  # it waits for a worker now
         self.mark(now_s, "worker_lost", f"{worker} {how} after {self.num_output_tokens} tokens")
@@ -196,157 +194,6 @@ class Timeline:
         if self.stays and self.stays[-1].ended_s is None:
             self.stays[-1].ended_s = now_s
 
-    def explain(self, now_s: float) -> Explanation:
-        began, load = self.arrived_s, self._awaited()
-        loaded = None if load is None else load.loaded
-        return Explanation(
-            request_id=self.request_id,
-            model=self.adapter or self.model,
-            arrived_at_s=self.arrived_at_s,
-            outcome=self.outcome,
-            error=self.error,
-            worker=self.stays[-1].worker if self.stays else None,
-            why=self.why,
-            options=self.options,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            num_output_tokens=self.num_output_tokens,
-            queue_s=self._queue_end_s(now_s) - began,
-            load_s=None if load is None else self._load_s(load, now_s),
-            first_token_s=_since(began, self.first_token_s),
-            total_s=_since(began, self.ended_s),
-            tokens_per_s=self._tokens_per_s(),
-            reused_bytes=0 if loaded is None else loaded.reused_bytes,
-            shared_bytes=0 if loaded is None else loaded.shared_bytes,
-            rungs=()
-            if loaded is None
-            else tuple(RungView(use.rung, use.num_bytes, use.seconds) for use in loaded.rungs),
-            num_preemptions=self.num_preemptions,
-            num_resumes=max(0, len(self.stays) - 1),
-            num_pauses=self.num_pauses,
-            paused_s=self._paused_s(now_s),
-            num_late_tokens=self.num_late_tokens,
-            client_request_id=self.correlation.client_id,
-            traceparent=None if self.correlation.trace is None else str(self.correlation.trace),
-            spans=tuple(self.told_spans(now_s)),
-            base=None if self.adapter is None else self.model,
-            adapter_tier=self.adapter_tier,
-            adapter_wait_s=0.0 if self.adapter_load is None else self.adapter_load.wait_s,
-            adapter_load_s=0.0 if self.adapter_load is None else self.adapter_load.total_s,
-            marks=tuple(
-                TimelineMark(at_s - began, what, detail) for at_s, what, detail in self.told_marks(now_s)
-            ),
-        )
-
-    def _awaited(self) -> LoadLog | None:
-        """Return the load that the request waited for, which is none that began after its end, or never."""
-        load = self.load
-        if load is None or load.is_void or load.awaits_turn:
-            return None
-        return None if self.ended_s is not None and load.began_s > self.ended_s else load
-
-    def _load_s(self, load: LoadLog, now_s: float) -> float:
-        """Return the seconds of a load, as far as the request has seen it."""
-        end_s = min(load.ended_s or now_s, self.ended_s or now_s)
-        return end_s - (max(load.began_s, self.arrived_s) if load.is_guessed else load.began_s)
-
-    def _paused_s(self, now_s: float) -> float:
-        is_paused = self.wait is not None and self.wait.is_pause
-        return self.paused_s + (now_s - self.wait.began_s if self.wait is not None and is_paused else 0.0)
-
-    def _told_waits(self, now_s: float) -> Iterator[TurnWait]:
-        """Yield the waits for turns that are worth telling."""
-        for wait in self.waits:
-            if wait.is_pause or (wait.ended_s or now_s) - wait.began_s >= MIN_WAIT_S:
-                yield wait
-
-    def _tokens_per_s(self) -> float | None:
-        if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
-            return None
-        seconds = self.last_token_s - self.first_token_s
-        return (self.num_output_tokens - 1) / seconds if seconds > 0 else None
-
-    def _queue_end_s(self, now_s: float) -> float:
-        return self.stays[0].placed_s if self.stays else self.ended_s or now_s
-
-    def told_spans(self, now_s: float) -> list[TimelineSpan]:
-        """Return the phases of the request in the order of their beginnings."""
-        end_s = self.ended_s or now_s
-        spans = [self._span("queue", self.arrived_s, self._queue_end_s(now_s), self.waits_for)]
-        if (load := self._awaited()) is not None:
-            spans += self._load_spans(load, end_s)
-        if (adapter := self.adapter_load) is not None:
-            copying_s = self.adapter_loaded_s - adapter.total_s
-            spans.append(self._span("adapter", copying_s, self.adapter_loaded_s, _adapter_bytes(adapter)))
-        for stay in self.stays:
-            stay_end_s = stay.ended_s or end_s
-            if stay.started_s is not None:
-                first_s = stay.first_token_s or stay_end_s
-                spans.append(self._span("prefill", stay.started_s, first_s, f"on {stay.worker}"))
-            if stay.first_token_s is not None:
-                spans.append(self._span("decode", stay.first_token_s, stay_end_s, f"on {stay.worker}"))
-        for wait in self._told_waits(end_s):
-            what = "paused" if wait.is_pause else "turn"
-            spans.append(self._span(what, wait.began_s, wait.ended_s or end_s, wait.reason))
-        return sorted(spans, key=lambda span: span.begin_s)
-
-    def _load_spans(self, load: LoadLog, end_s: float) -> list[TimelineSpan]:
-        loaded = load.loaded
-        if loaded is None:
-            load_end_s = min(load.ended_s or end_s, end_s)
-            return [self._span("load", load.began_s, load_end_s, load.failure or "under way")]
-        found_s = min(load.found_s, end_s)
-        assembled_s = min(found_s + loaded.assemble_s, end_s)
-        copying_s = min(found_s + loaded.place_s, end_s)
-        copied_s = min(copying_s + loaded.total_s, end_s)
-        kernels_s = max(copying_s, assembled_s - loaded.kernels_s)
-        gigabytes = [f"{use.num_bytes / 1e9:.3f} GB from {use.rung}" for use in loaded.rungs]
-        if loaded.shared_bytes:
-            gigabytes.append(f"{loaded.shared_bytes / 1e9:.3f} GB that another load was reading")
-        if loaded.reused_bytes:
-            gigabytes.append(f"{loaded.reused_bytes / 1e9:.3f} GB were there")
-        spans = [
-            self._span("open", found_s - loaded.open_s, found_s, "the model is looked up"),
-            self._span("place", found_s, copying_s, "memory is taken, and the bytes are asked for"),
-            self._span("load", copying_s, copied_s, ", ".join(gigabytes)),
-            self._span("assemble", copying_s, kernels_s, "the engine, beside the load"),
-        ]
-        if loaded.kernels_s >= MIN_WAIT_S:  # else they were there
-            what = "kernels come to the device, beside the load"
-            spans.append(self._span("kernels", kernels_s, assembled_s, what))
-        return spans
-
-    def _span(self, what: str, begin_s: float, end_s: float, detail: str = "") -> TimelineSpan:
-        """Return a span relative to the arrival; a load that began earlier begins with the request."""
-        began = self.arrived_s
-        return TimelineSpan(what, max(0.0, begin_s - began), max(0.0, end_s - began), detail)
-
-    def told_marks(self, now_s: float) -> list[tuple[float, str, str]]:
-        """Return when what happened, and more about it, from the arrival on."""
-        what = "" if self.pooling is None else f"for an embedding, pooling: {self.pooling}"
-        marks = [(self.arrived_s, "queued", what), *self.marks]
-        for wait in self._told_waits(self.ended_s or now_s):
-            marks.append((wait.began_s, "paused" if wait.is_pause else "waits_for_turn", wait.reason))
-            if wait.ended_s is not None and wait.ended_s != self.ended_s:
-                marks.append((wait.ended_s, "turn", f"after {wait.ended_s - wait.began_s:.3f} s"))
-        if (load := self._awaited()) is not None:
-            marks += [
-                mark for mark in self._load_marks(load) if self.ended_s is None or mark[0] <= self.ended_s
-            ]
-        if self.first_token_s is not None:
-            marks.append((self.first_token_s, "first_token", ""))
-        if self.ended_s is not None:
-            marks.append((self.ended_s, "ended", self.error or self.outcome))
-        return sorted((mark for mark in marks if mark[0] >= self.arrived_s), key=lambda mark: mark[0])
-
-    def _load_marks(self, load: LoadLog) -> Iterator[tuple[float, str, str]]:
-        if load.first_layer_at_s is not None:
-            yield load.first_layer_at_s, "first_layer", "the first layer can run"
-        for at_s, num_layers in load.layers:
-            yield at_s, "layers_ready", f"{num_layers} layer{'s' * (num_layers > 1)} can run"
-        if load.loaded is not None and load.ended_s is not None:
-            yield load.ended_s, "loaded", f"on {load.worker}"
-
 
 class Timelines:
     """The timelines of the last requests. Mutable; used on the event loop alone."""
@@ -360,9 +207,9 @@ class Timelines:
             self._timelines.popitem(last=False)
 
     def find(self, request_id: str, caller: Caller) -> Timeline | None:
-        """Return the request of an id, or else the last one that its client has called so.
+        """Return the request of an id, or else the last one with that client id.
 
-        Only those that the caller may know of are looked at: nobody hides a request by calling his own alike.
+        Only requests that the caller may see are searched: another group's equal id hides nothing.
         """
         timeline = self._timelines.get(RequestId(request_id))
         if timeline is not None and caller.can_see(timeline.group):
@@ -377,12 +224,7 @@ class Timelines:
         )
 
 
-def _adapter_bytes(loaded: AdapterLoaded) -> str:
-    """Say how many bytes came from where, and after how long a wait for room."""
+def adapter_bytes(loaded: AdapterLoaded) -> str:
     megabytes = [f"{use.num_bytes / 1e6:.1f} MB from {use.rung}" for use in loaded.rungs]
     waited = [f"after {loaded.wait_s:.3f} s until it had room"] if loaded.wait_s >= MIN_WAIT_S else []
     return ", ".join([*megabytes, *waited])
-
-
-def _since(began_s: float, at_s: float | None) -> float | None:
-    return None if at_s is None else at_s - began_s

@@ -39,16 +39,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Untraced:
-    """The reason why nothing is traced though an endpoint is set, for people."""
+    """Why nothing is traced though an endpoint is set."""
 
     note: str
 
 
 def tracing_of(environ: Mapping[str, str], metrics: Metrics) -> Tracing | Untraced | None:
-    """Return what traces requests as the environment says; None: nothing is to be traced.
+    """Return what traces requests by the environment's settings; None: nothing is traced.
 
-    The variables are no settings of Hearth, and may be there for all programs of a machine: where they ask
-    for what cannot be done, the service runs without traces, and `metrics` count that.
+    The variables may be set for all programs of a machine. If they ask for something impossible, the service
+    runs without traces, and `metrics` count that.
     """
     endpoint = next((name for name in ENDPOINTS if environ.get(name)), None)
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"

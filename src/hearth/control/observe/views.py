@@ -1,4 +1,4 @@
-"""The views that the service shows of itself: plain frozen values that become JSON. Computes nothing.
+"""The views that the service shows of itself: plain frozen values that become JSON.
 
 Times are in seconds and count from the arrival of their request; only `created_at_s`, `noticed_at_s` and
 `arrived_at_s` count since the epoch.
@@ -14,9 +14,9 @@ from hearth.policy.fleet.events import Option
 
 @dataclass(frozen=True, slots=True)
 class UpstreamView:
-    """The URL or repository that a model was deployed from, as it was last seen."""
+    """The last known state of a model's source, a URL or repository."""
 
-    state: str  #: unchanged, changed, unknown: nobody has looked, or upstream did not answer
+    state: str  #: unchanged, changed, unknown: not asked, or no answer
     deployed_version: str  #: digest of a manifest, or commit of a repository
     current_version: str | None = None  #: where it has changed
     noticed_at_s: float | None = None  #: when the change was seen first
@@ -26,7 +26,7 @@ class UpstreamView:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """A deployed model, or an adapter, whose context, template and keep-alive are its base's."""
+    """A deployed model or adapter. An adapter has its base's context, template and keep-alive."""
 
     name: str
     aliases: tuple[str, ...]
@@ -51,17 +51,15 @@ class ModelView:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that requests may call it by: its own, then its aliases."""
+        """The name of the model, then its aliases."""
         return (self.name, *(alias for alias in self.aliases if alias != self.name))
 
 
 @dataclass(frozen=True, slots=True)
 class PartView:
-    """Bytes of a pool that serve one purpose."""
-
     kind: str  #: weights, kv, tables, adapters, workspace, lost, free
     state: str  #: active, retained, spare
-    model: str | None  #: the base of adapters; None: nobody's, or of several
+    model: str | None  #: the base of adapters; None: of no model, or of several
     num_bytes: int
 
 
@@ -95,7 +93,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class ResidentAdapterView:
-    """An adapter that has memory on a worker, or requests that wait for it there."""
+    """An adapter with memory on a worker, or with requests that wait for it there."""
 
     name: str
     num_bytes: int  #: of device memory; 0: it is not there
@@ -120,7 +118,7 @@ class ResidentView:
     shared_bytes: int = 0  #: of the loaded ones, those that another model has as well
     kv_bytes: int = 0
     kv_used_blocks: int = 0  #: of running requests
-    kv_cached_blocks: int = 0  #: prefixes that nobody reads at the moment
+    kv_cached_blocks: int = 0  #: prefixes not in use
     kv_blocks: int = 0  #: that it has now
     is_in_turn: bool = False  #: where models that do not fit together take turns
     due_in_s: float | None = None  #: until its next token is due; negative: overdue; None: no requests
@@ -131,7 +129,7 @@ class ResidentView:
 
 @dataclass(frozen=True, slots=True)
 class HostMemoryView:
-    """Host memory that chunks of models lie in on their way to devices, and, but for a CPU, stay in."""
+    """Host memory for chunks of models. For GPUs, chunks stay there after a load."""
 
     used_bytes: int
     budget_bytes: int
@@ -151,9 +149,9 @@ class ProcessView:
 
 @dataclass(frozen=True, slots=True)
 class UnloadView:
-    """A model that a user has stopped, and what there was to stop at that moment.
+    """A model that a user has stopped, and what it had at that moment.
 
-    Bytes that other models on a worker have as well are not counted: they stay with those.
+    Bytes shared with other models are not counted: they stay.
     """
 
     unloaded: str
@@ -166,8 +164,6 @@ class UnloadView:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotView:
-    """A snapshot that was made just now."""
-
     model: str
     num_bytes: int
     unbooked_bytes: int  #: of device memory that the worker took besides its pool
@@ -176,8 +172,6 @@ class SnapshotView:
 
 @dataclass(frozen=True, slots=True)
 class TimelineMark:
-    """A moment on a request's timeline."""
-
     at_s: float  #: since the arrival of the request
     what: str  #: queued, placed, first_layer, layers_ready, loaded, started, first_token, preempted, ...
     detail: str = ""

@@ -1,7 +1,4 @@
-"""The requests that are on their way through the service, each with all that it takes to carry on elsewhere.
-
-Decides nothing and sends nothing.
-"""
+"""The requests that have not ended, each with all that another worker needs to continue it."""
 
 from __future__ import annotations
 
@@ -11,8 +8,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hearth.control.requests.generation import AnswerStream
-from hearth.core.messages import AdapterOrder, GuideOrder, Sampling
-from hearth.core.types import FinishReason, ModelId, Pace, Pooling, RequestId, WorkerId
+from hearth.core.messages import AdapterOrder
+from hearth.core.types import (
+    FinishReason,
+    GuideSpec,
+    ModelId,
+    Pace,
+    Pooling,
+    RequestId,
+    SamplingParams,
+    WorkerId,
+)
 from hearth.text.transcript import Transcript
 
 
@@ -20,27 +26,26 @@ from hearth.text.transcript import Transcript
 class ActiveRequest:
     """Mutable. The text thread writes `emitted`, `transcript` and `text_s`, the loop the rest.
 
-    The two never write at once: a run's tokens all pass the text thread, or are dropped there, before the
-    loop hears that its worker is lost, and only then is the request given to another. Both set `is_complete`,
-    and neither takes it back.
+    They never write at once: all tokens of a run pass the text thread, or are dropped there, before the loop
+    learns that its worker is lost and gives the request to another. Both set `is_complete`; none resets it.
     """
 
     request_id: RequestId
     model: ModelId  #: that computes it: of an adapter, the base
     prompt: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     salt: bytes = field(repr=False)  #: of the caller's group; secret
-    guide: GuideOrder | None
+    guide: GuideSpec | None
     stream: AnswerStream
     transcript: Transcript
-    #: Tokens that came from workers and became text, all of them: what a successor continues from.
+    #: All tokens from workers that became text. The next worker continues from them.
     emitted: list[int] = field(default_factory=list)
-    is_complete: bool = False  #: the text has its end, and later tokens are none of it
-    text_s: float = 0.0  #: how long the text of a token takes, on average of the last ones
+    is_complete: bool = False  #: the text has ended; later tokens are ignored
+    text_s: float = 0.0  #: to make the text of a token, on average of the last ones
     run: int | None = None  #: None: not on a worker
     worker: WorkerId | None = None
     is_first_admission: bool = True  #: it is on its first worker, or on none yet, and never had a slot
-    digest: str | None = None  #: of the version of the model that the prompt was made for; None: any
+    digest: str | None = None  #: of the model that tokenised the prompt; None: any
     pace: Pace = field(default_factory=Pace)
     arrived_s: float = 0.0  #: by the driver's clock
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
@@ -55,32 +60,30 @@ class ActiveRequest:
         return FinishReason.LENGTH if self.pooling is None else FinishReason.STOP
 
     def admitted(self, num_cached_tokens: int) -> None:
-        """Note that a worker gave the request a slot; its first worker's cache is what users are told of."""
+        """Note that a worker gave the request a slot. Users see the cached tokens of the first worker."""
         if self.is_first_admission:
             self.is_first_admission = False
             self.stream.num_cached_tokens = num_cached_tokens
 
 
 class ActiveRequests:
-    """The requests that have not ended, and those of them that are on workers.
-
-    Mutable; written on the event loop. The text thread reads `by_run`, one operation at a time.
-    """
+    """Mutable; written on the event loop. The text thread reads `by_run`, one operation at a time."""
 
     def __init__(self) -> None:
         self.by_id: dict[RequestId, ActiveRequest] = {}
         self.by_run: dict[int, ActiveRequest] = {}  #: those on workers
+        self.is_draining = False  #: the service ends: no new request is taken
         self._runs = itertools.count(1)
         self._is_empty = asyncio.Event()
         self._is_empty.set()
-        self._next_end: asyncio.Event | None = None  #: set when a request ends; None: nobody waits for it
+        self._next_end: asyncio.Event | None = None  #: set when a request ends; None: no task waits
 
     def add(self, request: ActiveRequest) -> None:
         self.by_id[request.request_id] = request
         self._is_empty.clear()
 
     def start_run(self, request: ActiveRequest, worker: WorkerId) -> int:
-        """Put a request on a worker and return the number of its stay there."""
+        """Put a request on a worker and return the number of its run there."""
         if request.run is not None:
             self.by_run.pop(request.run, None)
         run = next(self._runs)
@@ -89,7 +92,7 @@ class ActiveRequests:
         return run
 
     def detach(self, worker: WorkerId, model: ModelId | None = None) -> None:
-        """Take all requests off a lost worker, or those of one model; they may go on elsewhere."""
+        """Take all requests off a lost worker, or those of one model; another worker may continue them."""
         for run, request in list(self.by_run.items()):
             if request.worker == worker and model in (None, request.model):
                 del self.by_run[run]
@@ -118,11 +121,9 @@ class ActiveRequests:
         }
 
     async def wait_ended(self, requests: set[RequestId]) -> None:
-        """Return when none of these requests is left."""
         while not requests.isdisjoint(self.by_id):
             self._next_end = self._next_end or asyncio.Event()
             await self._next_end.wait()
 
     async def wait_empty(self) -> None:
-        """Return when no request is left."""
         await self._is_empty.wait()

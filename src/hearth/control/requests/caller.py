@@ -1,4 +1,4 @@
-"""Who sends a request: what they may do, how much, and with whom they share. Checks no key: see `keys.py`."""
+"""The sender of a request: role, limits and group. Checks no key: see `keys.py`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Literal, NewType
 
 from hearth.policy.limits.key_limiter import KeyLimits
 
-#: A user may ask, a monitor may also look at the whole service, an admin may also change it.
+#: A user sends requests, a monitor also sees the whole service, an admin also changes it.
 Role = Literal["user", "monitor", "admin"]
-ROLES: tuple[Role, ...] = ("user", "monitor", "admin")  #: each may do all that those before it may
+ROLES: tuple[Role, ...] = ("user", "monitor", "admin")  #: each includes those before it
 
-#: Callers of one group find each other's cached prefixes and may have each other's requests explained.
+#: Callers of one group share cached prefixes and may see explanations of each other's requests.
 GroupId = NewType("GroupId", str)
 
 #: One life of an API key: a later key of the same name has another id.
 KeyId = NewType("KeyId", str)
 
-#: Somebody reads along with interactive requests; batch requests have no pace and give way first.
+#: A client reads interactive answers as they come. Batch requests have no pace and lower priority.
 ServiceClass = Literal["interactive", "batch"]
 SERVICE_CLASSES: tuple[ServiceClass, ...] = ("interactive", "batch")
 
@@ -33,8 +33,6 @@ class KeyTerms:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request."""
-
     name: str
     role: Role
     group: GroupId
@@ -46,11 +44,11 @@ class Caller:
         return ROLES.index(self.role) >= ROLES.index(role)
 
     def can_see(self, group: GroupId) -> bool:
-        """True if the caller may know of requests that a group has sent."""
+        """True if the caller may know of a group's requests."""
         return group == self.group or self.has_role("monitor")
 
 
-#: Whoever calls a service that asks for no keys.
+#: The caller of a service without keys.
 ANYBODY = Caller("anybody", "admin", GroupId("anybody"))
 #: Commands on the service's own machine, which find its admin token.
 OPERATOR = Caller("operator", "admin", GroupId("operator"))

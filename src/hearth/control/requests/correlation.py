@@ -1,7 +1,7 @@
-"""How a client names a request: by an id of its own, and by the trace that the request is part of.
+"""A client's own names for a request: an id, and the trace that the request is part of.
 
-Both are there to find a request again, in our log and in those of clients and proxies. They name nothing
-inside of the service, where ids are unique: two clients may well send the same. Reads no headers.
+Both help to find a request in logs of Hearth, clients and proxies. They are not unique, so they identify
+nothing inside the service.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: What may stand in a log line and in a header as it is. UUIDs, ULIDs, base64 and Amazon's `Root=...` fit.
+#: Safe in a log line and in a header. UUIDs, ULIDs, base64 and Amazon's `Root=...` fit.
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_.:=+/|@~-]{1,128}")
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """The place of a request in a trace, as W3C's header `traceparent` tells it."""
+    """The place of a request in a trace, by W3C's header `traceparent`."""
 
     trace_id: str  #: 32 hexadecimal digits, never all zero
     span_id: str  #: 16 of them: the span that the request was sent from
@@ -25,7 +25,7 @@ class TraceParent:
 
     @classmethod
     def parse(cls, text: str) -> TraceParent | None:
-        """Return what a header says; None: nothing that the standard allows."""
+        """Return what a header says; None: it is invalid."""
         match = _TRACEPARENT.fullmatch(text)
         if match is None:
             return None
@@ -41,24 +41,21 @@ class TraceParent:
 
 @dataclass(frozen=True, slots=True)
 class Correlation:
-    """The names that a client gives to a request, as far as it does."""
-
     client_id: str | None = None
     trace: TraceParent | None = None
 
     @classmethod
     def read(cls, client_ids: Sequence[str], traceparents: Sequence[str]) -> Correlation:
-        """Return what the headers of each kind say; what is wrong or there twice counts as not there."""
+        """Read the headers of each kind; one that is invalid or repeated is ignored."""
         client_id = client_ids[0] if len(client_ids) == 1 and _CLIENT_ID.fullmatch(client_ids[0]) else None
         trace = TraceParent.parse(traceparents[0]) if len(traceparents) == 1 else None
         return cls(client_id, trace)
 
     @property
     def log_fields(self) -> str:
-        """The names as the end of a log line."""
         client_id = "" if self.client_id is None else f" client_id={self.client_id}"
         return client_id + ("" if self.trace is None else f" traceparent={self.trace}")
 
 
-#: A request that its client calls nothing.
+#: A request without names of its client.
 UNNAMED = Correlation()

@@ -1,14 +1,11 @@
-"""Decodes what workers send away from the event loop: frames to facts, tokens to text. Decides nothing.
+"""Decodes what workers send, off the event loop: frames to facts, tokens to text. Decides nothing.
 
-One thread does it for all workers. All that one worker sends stays in the order in which it was sent, the end
-of its connection included. Workers take turns, a frame each, so that requests on one do not wait for the
-backlog of another.
+One thread serves all workers. What one worker sends stays in order, the end of its connection included.
+Workers take turns, a frame each, so that one worker's backlog does not delay the others.
 
-Requests take turns as well. A step brings a token of each, and the texts of all are there when the slowest is
-made: so a request whose text takes long, by the time that its tokens took before, is left out of the step and
-waits in a line of its own (`late_text.py`). Of all that wait there one token is made after each frame, and
-more while no frame is there: whatever one client asks for, or one model's tokenizer costs, a step of the
-others waits for one such token at most.
+A step brings a token for each request, and is delivered when the slowest text is made. So a request whose
+text was slow before is left out of its step and queued (`late_text.py`): one of the queued tokens is decoded
+after each frame, more while no frame is there. A step waits for at most one such token.
 """
 
 from __future__ import annotations
@@ -33,9 +30,9 @@ from hearth.core.messages import Fact, HostingFailed, RunFailed, StepDone
 from hearth.node.worker_link import WorkerLink
 from hearth.system.crash import end_process, frames_of
 
-#: A request is late whose tokens take longer on average, of this thread's time; most take a hundredth.
+#: A request is late if its tokens take longer on average, of this thread's time; most take a hundredth.
 MAX_TEXT_S = 0.5e-3
-#: How much the last token counts in that average.
+#: Weight of the last token in that average.
 NEWEST_SHARE = 0.125
 
 log = logging.getLogger(__name__)
@@ -47,13 +44,11 @@ class DecodedToken:
 
     request: ActiveRequest
     delta: TokenDelta
-    is_run_over: bool  #: its worker made it the last one; a stop string is found here, unknown to the worker
+    is_run_over: bool  #: the worker ended the run; False: a stop string ended it here
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedTexts:
-    """Tokens with their texts."""
-
     tokens: list[DecodedToken] = field(default_factory=list)
     ended: list[ActiveRequest] = field(default_factory=list)  #: those of no tokens that are complete
     broken: list[ActiveRequest] = field(default_factory=list)  #: whose tokens cannot be turned into text
@@ -61,7 +56,7 @@ class DecodedTexts:
 
 @dataclass(frozen=True, slots=True)
 class DecodedFact:
-    """A worker's message; of a step, also its texts."""
+    """A worker's message, with the texts of a step."""
 
     link: WorkerLink
     num_bytes: int
@@ -71,14 +66,14 @@ class DecodedFact:
 
 @dataclass(frozen=True, slots=True)
 class DecodedLate:
-    """A token that a step was delivered without, as the text of its request takes long."""
+    """A token that was not delivered with its step, because the text of its request is slow."""
 
     link: WorkerLink
     texts: DecodedTexts
 
 
 class FactDecoder:
-    """Mutable; `decode` and `left` are called on the event loop, and so is `deliver`."""
+    """Mutable; `decode`, `left` and `deliver` are called on the event loop."""
 
     def __init__(
         self,
@@ -87,13 +82,13 @@ class FactDecoder:
         deliver: Callable[[DecodedFact | DecodedLate], None],
         clock_s: Callable[[], float] = thread_time,
     ) -> None:
-        """`runs`: the requests that are on workers, by run; only read here, one operation at a time.
+        """`runs`: the requests on workers, by run; only read here, one operation at a time.
 
-        `clock_s` tells how long this thread has worked.
+        `clock_s` returns how long this thread has worked.
         """
         self._loop, self._runs, self._deliver, self._clock_s = loop, runs, deliver, clock_s
         self._inbox: SimpleQueue[tuple[WorkerLink, bytes | None] | None] = SimpleQueue()
-        #: Frames of each link that were not decoded yet; whose turn is next comes first. The thread's own.
+        #: Undecoded frames by link; the next link comes first. The thread's own.
         self._frames: dict[WorkerLink, deque[bytes | None]] = {}
         self._late = LateText()  #: the thread's own
         self._is_closed = False  #: read and written on the event loop
@@ -101,15 +96,15 @@ class FactDecoder:
         self._thread.start()
 
     def decode(self, link: WorkerLink, body: bytes) -> None:
-        """Have a frame decoded and delivered."""
+        """Decode a frame and deliver it."""
         self._inbox.put((link, body))
 
     def left(self, link: WorkerLink) -> None:
-        """Have the end of a connection delivered after all its facts."""
+        """Deliver the end of a connection after all its facts."""
         self._inbox.put((link, None))
 
     def close(self) -> None:
-        """Stop, and deliver no more, not even what the loop was handed already: who takes it closes next."""
+        """Stop. Nothing is delivered any more, not even what the loop was already handed."""
         self._is_closed = True
         self._inbox.put(None)
         self._thread.join()
@@ -124,7 +119,7 @@ class FactDecoder:
             end_process("fact_decoder", error)
 
     def _collect(self) -> bool:
-        """Take what has come, and wait if there is nothing to do. Returns False once the inbox is closed."""
+        """Take what has come; wait if there is nothing to do. Returns False once the inbox is closed."""
         while not self._inbox.empty() or not (self._frames or self._late):
             if (item := self._inbox.get()) is None:
                 return False
@@ -133,7 +128,7 @@ class FactDecoder:
         return True
 
     def _decode_next(self) -> None:
-        """Decode a frame of the link whose turn it is, and have it delivered."""
+        """Decode and deliver one frame of the next link."""
         link = next(iter(self._frames))
         bodies = self._frames.pop(link)
         decoded = self._decoded(link, bodies.popleft())
@@ -155,20 +150,20 @@ class FactDecoder:
                 self._late.drop(link, fact.model)
             elif isinstance(fact, RunFailed):
                 self._late.drop_run(fact.run)
-        except (ServiceError, ValueError, LookupError) as error:  # or rows that do not match
+        except (ServiceError, ValueError, LookupError) as error:  # or rows of different lengths
             log.error("worker_not_understood worker=%s reason=%s", link.worker, error)
-            self._on_loop(link.abort)  # which ends the worker, and so is told to all
+            self._on_loop(link.abort)  # which ends the worker
             return None
         return decoded
 
     def _add_texts(self, link: WorkerLink, step: StepDone, texts: DecodedTexts) -> None:
         logprobs = [None] * len(step.runs) if step.logprobs is None else step.logprobs
-        # All of them before the first text: what is emitted must be delivered, or the client would miss it.
+        # Check all rows before the first text: an emitted token must be delivered.
         rows = list(zip(step.runs, step.tokens, logprobs, strict=True))
         for run, token, own_logprobs in rows:
             request = self._runs.get(run)
             if request is None or request.is_complete:
-                continue  # it was cancelled, or a stop string ended it
+                continue  # cancelled, or ended by a stop string
             if request.end_without_tokens is not None:
                 request.is_complete = True
                 texts.ended.append(request)
@@ -180,7 +175,7 @@ class FactDecoder:
                 self._add_text(row, texts)
 
     def _make_late_text(self) -> None:
-        """Make the text of one token that waits."""
+        """Decode and deliver one queued token."""
         late = self._late.next()
         if late is not None and not late.row.request.is_complete:
             texts = DecodedTexts()
@@ -196,19 +191,22 @@ class FactDecoder:
         except BaseException as error:  # a panic of the tokenizers package is no Exception
             log.error(
                 "text_broken request=%s model=%s error=%s\n%s",
-                *(request.request_id, request.model, type(error).__name__, frames_of(error)),
+                request.request_id,
+                request.model,
+                type(error).__name__,
+                frames_of(error),
             )
             request.is_complete = True
             texts.broken.append(request)
             return
         request.text_s += NEWEST_SHARE * (self._clock_s() - began_s - request.text_s)
-        if text.finish_reason is not None:  # else it stays as it is: the loop may have set it meanwhile
+        if text.finish_reason is not None:  # never reset: the loop may have set it
             request.is_complete = True
         delta = TokenDelta(text.text, row.token, row.logprobs, text.finish_reason, text.offset, text.stop)
         texts.tokens.append(DecodedToken(request, delta, row.finish_reason is not None))
 
     def _on_loop(self, call: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._call, call)
 
     def _call(self, call: Callable[[], None]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hearth.core.errors import HearthError
-from hearth.core.messages import GuideOrder
 from hearth.core.types import (
     FinishReason,
+    GuideSpec,
     ModelId,
     Pooling,
     PromptReading,
@@ -23,7 +23,7 @@ from hearth.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation that the model's chat template renders; `extra` reaches it under its own names."""
+    """A conversation for the model's chat template; `extra` reaches the template under its own names."""
 
     messages: Sequence[Message]
     tools: Sequence[Json] | None = None
@@ -34,18 +34,18 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt that is to be continued once, as an endpoint has understood it, or to become an embedding."""
+    """A prompt to continue once, or to embed."""
 
     model: str  #: a name or an alias
     prompt: str | list[int] | ChatPrompt
     sampling: SamplingParams
-    guide: GuideOrder | None = None
+    guide: GuideSpec | None = None
     keep_alive_s: float | None = None  #: infinite pins the model; None: as it is configured
-    tokens_per_s: float | None = None  #: of its `Pace`, as is the next; None: as is usual for the model
+    tokens_per_s: float | None = None  #: of its `Pace`, as is the next; None: the model's
     first_token_s: float | None = None
-    is_batch: bool = False  #: it should have no pace
+    is_batch: bool = False  #: without a pace, at lower priority
     counts_prompt: bool = True  #: False: another answer to a prompt that was counted
-    follows: tuple[int, ...] = ()  #: tokens of an earlier conversation, which the prompt stands behind
+    follows: tuple[int, ...] = ()  #: tokens of an earlier conversation, before the prompt
     pooling: Pooling | None = None  #: how its embedding is made, of no tokens; None: it is continued
 
 
@@ -81,7 +81,7 @@ class AnswerStream:
         self.is_batch = False
         self.prompt: Sequence[int] = ()
         self.reading: PromptReading | None = None  #: as was asked for; it comes with the first token
-        self.finish_reason: FinishReason | None = None  #: why nothing comes any more; None: it may
+        self.finish_reason: FinishReason | None = None  #: None: more tokens may come
         self.is_ended = False  #: everything was delivered, or it was closed
         self._cancel = cancel
         self._deltas: list[TokenDelta] = []
@@ -89,7 +89,7 @@ class AnswerStream:
         self._wakeup: asyncio.Future[None] | None = None
 
     async def next(self, timeout_s: float | None = None) -> list[TokenDelta]:
-        """Return all tokens that are there, waiting for the first; [] if none came in time, or none will.
+        """Return all tokens that have arrived, waiting for the first; [] after `timeout_s`, or at the end.
 
         Raises:
             HearthError: the request ended without an answer; nothing follows.
@@ -104,14 +104,14 @@ class AnswerStream:
         return []
 
     async def rest(self) -> list[TokenDelta]:
-        """Return all tokens that were not read, when the answer has ended. Raises as `next` does."""
+        """Wait for the end and return all unread tokens. Raises as `next` does."""
         deltas = await self.next()
         while self.finish_reason is None:
             deltas += await self.next()
         return deltas
 
     async def _wait(self, timeout_s: float | None) -> None:
-        """Wait with a bare timer: `asyncio.wait` would cost more than all else that is done for a token."""
+        """Wait with a bare timer: `asyncio.wait` would cost more than all other work for a token."""
         loop = asyncio.get_running_loop()
         self._wakeup = loop.create_future()
         timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
@@ -124,7 +124,7 @@ class AnswerStream:
 
     @property
     def error(self) -> HearthError | None:
-        """The reason why the request ended without an answer; None: it has not."""
+        """Why the request ended without an answer; None: it has not."""
         return self._error
 
     def close(self) -> None:

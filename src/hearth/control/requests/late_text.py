@@ -1,4 +1,4 @@
-"""Tokens whose text is made behind that of others, a line of each run. Makes no text and measures nothing."""
+"""A queue of tokens per run whose text is slow to make. Makes no text and measures nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class _LateRun:
-    """Tokens of one run, in their order."""
+    """The queued tokens of one run."""
 
     link: WorkerLink
     model: ModelId
@@ -31,8 +31,6 @@ class _LateRun:
 
 @dataclass(frozen=True, slots=True)
 class LateRow:
-    """The next token that waits, and who sent it."""
-
     link: WorkerLink
     row: TokenRow
 
@@ -40,7 +38,7 @@ class LateRow:
 class LateText:
     """Mutable; used by the text thread alone. Runs take turns, a token each.
 
-    What is dropped of a request that goes on elsewhere is made there again: it is none of its `emitted` yet.
+    Dropped tokens are not in `emitted`, so the next worker makes them again.
     """
 
     def __init__(self) -> None:
@@ -50,14 +48,14 @@ class LateText:
         return bool(self._runs)
 
     def has(self, run: int) -> bool:
-        """True if tokens of a run wait, which its next ones must not overtake."""
+        """True if a run has queued tokens, which its next ones must not overtake."""
         return run in self._runs
 
     def add(self, link: WorkerLink, run: int, row: TokenRow) -> None:
         self._runs.setdefault(run, _LateRun(link, row.request.model)).rows.append(row)
 
     def next(self) -> LateRow | None:
-        """Take the token whose turn it is; None: none waits."""
+        """Take the next token; None: the queue is empty."""
         if not self._runs:
             return None
         run = next(iter(self._runs))
@@ -68,11 +66,10 @@ class LateText:
         return LateRow(line.link, row)
 
     def drop_run(self, run: int) -> None:
-        """Forget what waits of a run that has failed."""
         self._runs.pop(run, None)
 
     def drop(self, link: WorkerLink, model: ModelId | None = None) -> None:
-        """Forget what waits of a worker that is lost, or of a model that it has lost."""
+        """Forget the tokens of a lost worker, or of a model that it has lost."""
         for run, line in list(self._runs.items()):
             if line.link is link and model in (None, line.model):
                 del self._runs[run]

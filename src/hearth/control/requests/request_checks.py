@@ -1,4 +1,4 @@
-"""Refusals of requests that need no worker, made before anything is loaded for them. Starts nothing."""
+"""Checks of requests that need no worker, made before a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 
 
 def max_chars(entry: CatalogEntry) -> int:
-    """Return how long a text may be that is tokenised for a model."""
+    """Return how long a text for a model may be."""
     return max(MIN_TEXT_CHARS, entry.max_context * MAX_TOKEN_CHARS)
 
 
@@ -33,7 +33,7 @@ def check_prompt(entry: CatalogEntry, prompt: tuple[int, ...], max_tokens: int |
 
 
 def check_reading(prompt: tuple[int, ...], sampling: SamplingParams) -> None:
-    """Refuse logprobs of a prompt that would be too many for one answer."""
+    """Refuse prompt logprobs that would be too many for one answer."""
     num_top = sampling.prompt_logprobs
     if num_top is not None and len(prompt) * (1 + num_top) > MAX_PROMPT_LOGPROBS:
         raise BadPrompt(

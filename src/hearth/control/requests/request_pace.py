@@ -1,4 +1,4 @@
-"""When the tokens of a request are due, and who may ask for them sooner. Measures nothing."""
+"""When the tokens of a request are due, and which callers may have them sooner."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hearth.core.types import Pace
 
 
 def pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> Pace:
-    """Return when the tokens of a request are due: as is usual for its model, or as the request says.
+    """Return the pace of a request: its model's, or the one it asks for.
 
-    Who is due sooner takes turns from others, so only an admin may be due sooner than is usual.
+    A faster pace takes turns from other requests, so only an admin may ask for it.
 
     Raises:
-        Forbidden: somebody else asks for that.
+        Forbidden: a caller who is no admin asks for a faster pace.
     """
     usual = entry.pace
     if wanted.is_batch or caller.terms.service_class == "batch":
@@ -44,7 +44,7 @@ def pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> P
 
 
 def _batch_pace(usual: Pace, wanted: GenerationRequest, caller: Caller) -> Pace:
-    """Return the pace of a batch request: none. Raises BadSampling: the request names one."""
+    """Return the pace of a batch request: none. Raises BadSampling if the request names one."""
     if wanted.tokens_per_s:
         remedy = "leave it out"
         if caller.terms.service_class != "batch":

@@ -1,4 +1,4 @@
-"""Turns prompts into tokens, and back, away from the event loop. Turns no answer into text."""
+"""Turns prompts into tokens, and tokens into text, off the event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import TypeVar
 from hearth.control.deploy.deployed import Deployed
 from hearth.control.requests.generation import ChatPrompt
 from hearth.core.errors import BadCheckpoint, HearthError, ModelError, PromptTooLong
-from hearth.core.messages import GuideOrder
 from hearth.core.types import GuideSpec
 from hearth.store.format.manifest import check_texts, read_manifest
 from hearth.text.grammar import check_guide
@@ -24,10 +23,10 @@ from hearth.text.tokenizer import Tokenizer
 
 #: The most tokenizers that are kept; one of 150,000 tokens takes some 50 MB.
 MAX_TOKENIZERS = 32
-#: Tokenizers that are read while a service starts. To read one takes some tenths of a second, in which the
-#: tokenizers package lets nobody else have the interpreter.
+#: Tokenizers that are read while a service starts. Reading one holds the interpreter for some tenths of a
+#: second.
 MAX_READ_AHEAD = 4
-#: Threads that tokenise. The tokenizers package lets go of the interpreter while it works.
+#: Threads that tokenise. The tokenizers package releases the interpreter meanwhile.
 NUM_THREADS = 2
 
 log = logging.getLogger(__name__)
@@ -36,10 +35,10 @@ T = TypeVar("T")
 
 
 class PromptEncoder:
-    """Mutable; used on the event loop alone, works on threads of its own."""
+    """Mutable; used on the event loop alone, works on its own threads."""
 
     def __init__(self, template_s: float) -> None:
-        """`template_s`: the longest that a chat template may take to render."""
+        """`template_s`: the longest time for a chat template to render."""
         self._template_s = template_s
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hearth-encode")
         #: Tokenizers by digest of their model, the least recently used first; also those being read.
@@ -53,12 +52,12 @@ class PromptEncoder:
             while len(self._tokenizers) > MAX_TOKENIZERS:
                 self._tokenizers.popitem(last=False)
         self._tokenizers.move_to_end(digest)
-        return await asyncio.shield(known)  # whoever waits may leave; others wait for the same
+        return await asyncio.shield(known)  # a cancelled caller does not cancel it for others
 
     async def read_ahead(self, models: Iterable[Deployed], is_time: Callable[[], bool]) -> None:
-        """Read the tokenizers of the first models, one after the other, as long as there is time for it.
+        """Read the tokenizers of the first models, one by one, while `is_time`.
 
-        One that cannot be read is left to whoever asks for its model, and is told why.
+        A tokenizer that cannot be read is skipped; the first request for its model gets the error.
         """
         began_s, num_read = time.perf_counter(), 0
         for model in islice(models, MAX_READ_AHEAD):
@@ -77,7 +76,7 @@ class PromptEncoder:
         max_chars: int,
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
-        """Return the tokens of a prompt; special ones are added to a text, unless a template has written it.
+        """Return the tokens of a prompt. Special tokens are added to a text, but not to a rendered template.
 
         Raises:
             PromptTooLong: it has more than `max_chars` characters, which would take long to tokenise.
@@ -94,12 +93,11 @@ class PromptEncoder:
                 return tuple(prompt)
 
     async def decode(self, tokenizer: Tokenizer, tokens: list[int]) -> str:
-        """Return the text of tokens, special ones included."""
         return await self._away(lambda: tokenizer.decode(tokens, skip_special_tokens=False))
 
-    async def check_guide(self, guide: GuideOrder) -> None:
+    async def check_guide(self, guide: GuideSpec) -> None:
         """Check a guide before a model is loaded for it. Raises BadGuide."""
-        await self._away(lambda: check_guide(GuideSpec(guide.kind, guide.text)))
+        await self._away(lambda: check_guide(guide))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -119,7 +117,7 @@ class PromptEncoder:
         return tuple(tokenizer.encode(text, add_special_tokens))
 
     def _forget_failed(self, digest: str, loaded: asyncio.Future[Tokenizer]) -> None:
-        """Drop a tokenizer that could not be read, so that whoever comes next tries again."""
+        """Drop a tokenizer that could not be read, so that the next request tries again."""
         has_failed = loaded.cancelled() or loaded.exception() is not None
         if has_failed and self._tokenizers.get(digest) is loaded:
             del self._tokenizers[digest]
@@ -134,7 +132,7 @@ class PromptEncoder:
 
 
 def _verified_tokenizer(digest: str, directory: Path) -> Tokenizer:
-    """Read a tokenizer whose files are those that were deployed: who else may write them is not asked."""
+    """Read a tokenizer if its files are those that were deployed: other users may write there."""
     manifest = read_manifest(directory)
     if manifest.digest != digest:
         raise BadCheckpoint(

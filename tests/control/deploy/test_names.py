@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.control.deploy.nearest_name import MAX_COMPARED, NearestName
+from hearth.control.deploy.names import MAX_COMPARED, NearestName
 
 KINDS = ("llama", "qwen", "mistral")
 MANY = [f"org-{kind}-{size}b-{i:04d}" for i in range(100) for kind in KINDS for size in (1, 7, 70)]

@@ -1,0 +1,107 @@
+"""Keeps keeper and gateway informed of each other: demand goes out, residency and host memory come back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+
+from hearth.control.deploy.catalog import Catalog
+from hearth.control.driver import Driver
+from hearth.control.observe.views import HostMemoryView
+from hearth.core.errors import HearthError
+from hearth.core.types import ModelId
+from hearth.policy.fleet import events
+from hearth.policy.fleet.events import Action, Event
+from hearth.store.keeper_client import KeeperClient
+
+#: The least time between two reports of demand, which the keeper estimates over minutes.
+INTERVAL_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class KeeperReports:
+    """Mutable; used on the event loop alone.
+
+    A keeper that does not answer may be restarting: it is asked again with the next request or load.
+    """
+
+    def __init__(
+        self, keeper: KeeperClient, catalog: Catalog, driver: Driver, interval_s: float = INTERVAL_S
+    ) -> None:
+        self._keeper, self._catalog, self._driver, self._interval_s = keeper, catalog, driver, interval_s
+        self.host_memory: HostMemoryView | None = None  #: as reported last; None: no keeper answers
+        self._unreported: Counter[str] = Counter()  #: requests by the digest of their model
+        self._has_requests = asyncio.Event()
+        self._is_residency_stale = asyncio.Event()
+        self._tasks = [
+            asyncio.create_task(self._report_demand()),
+            asyncio.create_task(self._report_residency()),
+        ]
+
+    def request_came(self, digest: str) -> None:
+        """Count a request for a model: the keeper prices its chunks in host memory by demand."""
+        self._unreported[digest] += 1
+        self._has_requests.set()
+
+    def observe(self, event: Event, actions: Sequence[Action]) -> None:
+        """Update residency after loads and evictions: a load also brings bytes to host memory."""
+        if isinstance(event, events.ModelReady) or any(isinstance(one, events.Evict) for one in actions):
+            self._is_residency_stale.set()
+
+    async def refresh_host_memory(self, patience_s: float) -> None:
+        """Update `host_memory`; a keeper that is only slow keeps its last report."""
+        try:
+            async with asyncio.timeout(patience_s):
+                measured = await self._keeper.host_memory()
+        except TimeoutError:
+            log.debug("host_memory_late patience_s=%g", patience_s)
+        except (HearthError, OSError) as error:
+            log.debug("host_memory_unknown reason=%s", error)
+            self.host_memory = None
+        else:
+            self.host_memory = HostMemoryView(measured.used_bytes, measured.capacity_bytes)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _report_demand(self) -> None:
+        is_failing = False  # one log line for a run of failures
+        while True:
+            await self._has_requests.wait()
+            self._has_requests.clear()
+            reported, self._unreported = self._unreported, Counter()
+            try:
+                await self._keeper.count_requests(reported)
+                is_failing = False
+            except (HearthError, OSError) as error:
+                self._unreported.update(reported)
+                if not is_failing:
+                    log.warning("demand_not_told reason=%s", error)
+                is_failing = True
+            except Exception:  # the task's top: the keeper then prices by loads alone
+                log.exception("demand_reports_broke")
+            await asyncio.sleep(self._interval_s)
+
+    async def _report_residency(self) -> None:
+        while True:
+            await self._is_residency_stale.wait()
+            self._is_residency_stale.clear()
+            models: dict[str, list[ModelId]] = {}  # by digest: several names may share the same bytes
+            for entry in self._catalog.entries():
+                models.setdefault(entry.deployed.digest, []).append(entry.profile.model)
+            try:
+                counted = await self._keeper.count(list(models))
+            except (HearthError, OSError) as error:
+                log.warning("residency_unknown reason=%s", error)
+                continue
+            for digest, bytes_by_rung in counted.items():
+                for model in models.get(digest, ()):
+                    self._driver.post(events.ResidencyReported(self._driver.now_s, model, bytes_by_rung))

@@ -1,0 +1,188 @@
+"""The service as users see it: processes, memory, health, metrics, explanations. Changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+from hearth.control.deploy.deployments import Deployments
+from hearth.control.driver import Driver
+from hearth.control.keeper_reports import KeeperReports
+from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.observer import Observer
+from hearth.control.observe.pool_reports import PoolReports
+from hearth.control.observe.pool_views import resident_views
+from hearth.control.observe.views import Explanation, Health, ProcessView, WorkerView
+from hearth.control.requests.caller import Caller
+from hearth.core.version import hearth_version
+from hearth.node.supervisor import Supervisor
+from hearth.policy.fleet.residents import list_residents
+from hearth.system.garbage import LATE_COLLECTIONS
+
+#: Time for workers and keeper to report their memory; else their last report is shown.
+LOOK_S = 0.5
+
+
+class ServiceViews:
+    """Used on the event loop alone."""
+
+    def __init__(
+        self,
+        deployments: Deployments,
+        driver: Driver,
+        observer: Observer,
+        pools: PoolReports,
+        keeper: KeeperReports,
+        supervisor: Supervisor,
+        metrics: Metrics,
+        kind: str,
+        notes: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        """`kind`: of the devices. `notes` returns what the service has to do without, and why."""
+        self._deployments, self._driver, self._observer = deployments, driver, observer
+        self._pools, self._keeper, self._supervisor = pools, keeper, supervisor
+        self._metrics, self._kind, self._notes = metrics, kind, notes
+        self.instance_id = secrets.token_hex(16)
+        self._add_gauges()
+
+    async def look(self) -> ProcessView:
+        """Return `ps` after workers and keeper have reported their memory."""
+        await self._pools.refresh(LOOK_S)
+        await self._keeper.refresh_host_memory(LOOK_S)
+        return self.ps()
+
+    async def measure(self) -> bytes:
+        """Return the metrics after the keeper has reported its memory; workers do at each heartbeat."""
+        await self._keeper.refresh_host_memory(LOOK_S)
+        return await self._metrics.text()
+
+    def ps(self) -> ProcessView:
+        fleet, now_s = self._driver.fleet, self._driver.now_s
+        queues = fleet.queues
+        num_awaiting = queues.num_awaiting_turn
+        return ProcessView(
+            workers=tuple(self._worker_views(now_s)),
+            models=resident_views(list_residents(fleet, now_s), self._pools.pongs, now_s),
+            num_waiting=queues.num_waiting + num_awaiting,
+            num_running=queues.num_running - num_awaiting,
+            host=self._keeper.host_memory,
+            notes=self._notes(),
+        )
+
+    def explain(self, request_id: str, caller: Caller) -> Explanation | None:
+        """Return what happened to a recent request; None: unknown, or not for the caller."""
+        found = self._observer.explain(request_id, self._driver.now_s, caller)
+        if found is None or caller.terms.models is None or caller.has_role("monitor"):
+            return found
+        if not self._deployments.may_use(found.model, caller):  # another key of the group may use it
+            return None
+        # Obstacles name the models that are in the way.
+        return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
+
+    def health(self) -> Health:
+        workers = self._supervisor.workers()
+        num_ready = sum(worker.state == "ready" for worker in workers)
+        if self._driver.requests.is_draining:
+            status = "draining"
+        elif num_ready:
+            status = "ok"
+        else:
+            status = "starting" if self._supervisor.outage() is None else "failing"
+        reason = self._supervisor.trouble()
+        return Health(status, len(workers), num_ready, hearth_version(), self.instance_id, reason)
+
+    def _worker_views(self, now_s: float) -> list[WorkerView]:
+        views = []
+        for status in self._supervisor.workers():
+            hello, pool = status.hello, self._pools.view(status.worker, now_s)
+            if pool is None:
+                known = self._driver.fleet.workers.get(status.worker)
+                used_bytes = 0 if known is None else known.promises.budget_bytes - known.promises.free_bytes
+            else:
+                used_bytes = sum(part.num_bytes for part in pool.parts if part.kind != "free")
+            views.append(
+                WorkerView(
+                    worker=status.worker,
+                    pid=status.pid,
+                    kind=self._kind if hello is None else hello.kind,
+                    device="" if hello is None else hello.device,
+                    state=status.state,
+                    budget_bytes=0 if hello is None else hello.budget_bytes,
+                    used_bytes=used_bytes,
+                    num_restarts=status.num_restarts,
+                    pool=pool,
+                    reason=status.reason,
+                )
+            )
+        return views
+
+    def _add_gauges(self) -> None:
+        fleet, pools, watch = self._driver.fleet, self._pools, self._metrics.watch
+        watch(
+            "hearth_requests_running",
+            "Requests on workers whose models have had a turn.",
+            lambda: fleet.queues.num_running - fleet.queues.num_awaiting_turn,
+        )
+        watch(
+            "hearth_requests_waiting",
+            "Requests waiting for a slot, for memory or for the first turn of their model.",
+            lambda: fleet.queues.num_waiting + fleet.queues.num_awaiting_turn,
+        )
+        watch(
+            "hearth_workers_ready", "Workers that accept requests.", lambda: self.health().num_ready_workers
+        )
+        watch("hearth_models_resident", "Models on workers.", lambda: sum(1 for _ in fleet.replicas()))
+        self._metrics.registry.register(pools)
+        watch(
+            "hearth_device_used_bytes",
+            "Device memory in use, as the pools report it.",
+            lambda: sum(pong.budget_bytes - pong.free_bytes for pong in pools.pongs.values()),
+        )
+        watch(
+            "hearth_device_budget_bytes",
+            "Device memory available to models.",
+            lambda: sum(worker.budget_bytes for worker in self.ps().workers),
+        )
+        watch(
+            "hearth_host_used_bytes",
+            "Host memory in use for chunks of models.",
+            lambda: 0 if (host := self._keeper.host_memory) is None else host.used_bytes,
+        )
+        watch(
+            "hearth_host_budget_bytes",
+            "Host memory available for chunks of models.",
+            lambda: 0 if (host := self._keeper.host_memory) is None else host.budget_bytes,
+        )
+        watch(
+            "hearth_kv_blocks_used",
+            "KV blocks of running requests.",
+            lambda: sum(use.kv_used_blocks for pong in pools.pongs.values() for use in pong.models),
+        )
+        watch(
+            "hearth_kv_blocks",
+            "KV blocks of all models.",
+            lambda: sum(use.kv_blocks for pong in pools.pongs.values() for use in pong.models),
+        )
+        watch(
+            "hearth_adapters_resident",
+            "Adapters in device memory.",
+            lambda: sum(use.num_bytes > 0 for pong in pools.pongs.values() for use in pong.adapters),
+        )
+        watch(
+            "hearth_adapter_requests_waiting",
+            "Requests on workers waiting for their adapter.",
+            lambda: sum(use.num_waiting for pong in pools.pongs.values() for use in pong.adapters),
+        )
+        watch(
+            "hearth_service_notes",
+            "Missing features and faults that `hearth doctor` lists.",
+            lambda: len(self._notes()),
+        )
+        watch(
+            "hearth_gateway_longest_collection_seconds",
+            "The longest garbage collection in the gateway while it was not idle.",
+            lambda: LATE_COLLECTIONS.longest_s,
+        )
+        watch("hearth_gateway_tasks", "Tasks of the gateway's event loop.", lambda: len(asyncio.all_tasks()))

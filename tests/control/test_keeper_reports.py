@@ -1,0 +1,178 @@
+"""The gateway tells the keeper of requests, and asks it where bytes are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hearth.control.datadir import DataDir
+from hearth.control.deploy.deployed import Deployed
+from hearth.control.deploy.registry import Registry
+from hearth.control.keeper_reports import KeeperReports
+from hearth.control.observe.views import HostMemoryView
+from hearth.core.errors import StoreError
+from hearth.core.types import ModelId, Rung, WorkerId
+from hearth.policy.fleet.events import ModelReady
+from hearth.store.keeper_client import KeeperClient
+from hearth.store.transfer.lease_server import LeaseServer
+from tests.control.gateway_rig import GatewayRig
+from tests.store.stored import all_chunks, consume, tiers_at, write_model
+from tests.worker.harness import folder
+
+COUNTED = {Rung.HOST: 5, Rung.DISK: 7}
+
+
+class Keeper(KeeperClient):
+    """Answers without a process. Mutable; the test says whether it is there."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("nowhere"))
+        self.told: list[dict[str, int]] = []
+        self.counted: list[list[str]] = []
+        self.is_there = True
+        self.was_asked = asyncio.Event()
+
+    async def count_requests(self, num_by_digest: Mapping[str, int]) -> None:
+        self.was_asked.set()
+        if not self.is_there:
+            raise StoreError("no keeper answers")
+        self.told.append(dict(num_by_digest))
+
+    async def count(self, digests: Sequence[str]) -> dict[str, Mapping[Rung, int]]:
+        self.counted.append(list(digests))
+        return dict.fromkeys(digests, COUNTED)
+
+
+def with_reports(
+    data_dir: DataDir,
+    scene: Callable[[KeeperReports, GatewayRig], Awaitable[None]],
+    keeper: KeeperClient,
+) -> None:
+    async def run() -> None:
+        with closing(GatewayRig(data_dir)) as rig:
+            reports = KeeperReports(keeper, rig.catalog, rig.driver, interval_s=0.01)
+            try:
+                async with asyncio.timeout(60):
+                    await scene(reports, rig)
+            finally:
+                await reports.close()
+
+    asyncio.run(run())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+def test_every_request_is_told_once(data_dir: DataDir, deployed: Deployed) -> None:
+    keeper = Keeper()
+
+    async def scene(reports: KeeperReports, _: GatewayRig) -> None:
+        for digest in ("a", "b", "a", "a"):
+            reports.request_came(digest)
+        await until(lambda: bool(keeper.told))
+        reports.request_came("b")
+        await until(lambda: len(keeper.told) == 2)
+        assert keeper.told == [{"a": 3, "b": 1}, {"b": 1}]
+
+    with_reports(data_dir, scene, keeper)
+
+
+def test_what_the_keeper_could_not_be_told_is_told_with_the_next_request(
+    data_dir: DataDir, deployed: Deployed, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = Keeper()
+
+    async def scene(reports: KeeperReports, _: GatewayRig) -> None:
+        keeper.is_there = False
+        reports.request_came("a")
+        await keeper.was_asked.wait()
+        keeper.is_there = True
+        reports.request_came("a")
+        await until(lambda: bool(keeper.told))
+        assert keeper.told == [{"a": 2}]
+
+    with_reports(data_dir, scene, keeper)
+    assert [record.message for record in caplog.records if "demand_not_told" in record.message]
+
+
+def test_requests_at_the_gateway_keep_a_busy_model_dear_in_the_keepers_host_memory(tmp_path: Path) -> None:
+    write_model(tmp_path / "busy")
+    with tiers_at(tmp_path / "store") as tiers:
+        model = tiers.open(tmp_path / "busy")
+        tiers.prices.load_began(model)
+        socket = tmp_path / "lend.sock"
+        digest, chunk = model.manifest.digest, model.manifest.chunk_ids[0]
+        with closing(LeaseServer(tiers, socket)):
+            client = KeeperClient(socket)
+            before = tiers.prices.of_host_chunk(chunk)
+            asyncio.run(client.count_requests({digest: 1}))
+            asyncio.run(client.count_requests({digest: 50, "unknown": 7}))
+            assert tiers.prices.of_host_chunk(chunk) > before
+            with pytest.raises(StoreError):
+                asyncio.run(client.count_requests({digest: 0}))
+
+
+def test_every_name_of_the_same_bytes_is_reported(data_dir: DataDir, deployed: Deployed) -> None:
+    with Registry(data_dir) as registry:
+        registry.add(replace(deployed, name="another"))
+        registry.add(replace(deployed, name="other", digest="of other bytes"))
+    keeper = Keeper()
+
+    async def scene(reports: KeeperReports, rig: GatewayRig) -> None:
+        models = rig.driver.fleet.models
+        assert models.keys() == {ModelId("tiny"), ModelId("another"), ModelId("other")}
+        reports.observe(ModelReady(0.0, WorkerId("w0"), ModelId("tiny"), (), 1.0), ())
+        await until(lambda: all(model.bytes_by_rung == COUNTED for model in models.values()))
+        assert [sorted(digests) for digests in keeper.counted] == [
+            sorted({deployed.digest, "of other bytes"})
+        ]
+
+    with_reports(data_dir, scene, keeper)
+
+
+def test_host_memory_is_what_chunks_take_and_unknown_without_a_keeper(
+    tmp_path: Path, data_dir: DataDir, deployed: Deployed
+) -> None:
+    write_model(tmp_path / "tiny")
+    with folder() as place, tiers_at(tmp_path / "root", num_cells=64) as tiers:
+        model = tiers.open(tmp_path / "tiny")
+        consume(tiers.fetch(model, all_chunks(model)))
+
+        async def scene(reports: KeeperReports, _: GatewayRig) -> None:
+            with closing(LeaseServer(tiers, place / "s")):
+                await reports.refresh_host_memory(10.0)
+            num_chunks = len(set(model.manifest.chunk_ids))
+            assert reports.host_memory == HostMemoryView(num_chunks * (16 << 20) // 64, 16 << 20)
+
+            await reports.refresh_host_memory(10.0)
+            assert reports.host_memory is None
+
+        with_reports(data_dir, scene, KeeperClient(place / "s"))
+
+
+def test_a_keeper_that_is_slow_to_answer_has_what_it_had(data_dir: DataDir, deployed: Deployed) -> None:
+    with folder() as place:
+
+        async def scene(reports: KeeperReports, _: GatewayRig) -> None:
+            reports.host_memory = HostMemoryView(3, 4)
+            is_over = asyncio.Event()
+
+            async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                await is_over.wait()
+                writer.close()
+
+            async with await asyncio.start_unix_server(keep_silent, place / "s"):
+                await reports.refresh_host_memory(0.05)
+                assert reports.host_memory == HostMemoryView(3, 4)
+                is_over.set()
+            await reports.refresh_host_memory(10.0)
+            assert reports.host_memory is None
+
+        with_reports(data_dir, scene, KeeperClient(place / "s"))
