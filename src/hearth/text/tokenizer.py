@@ -69,9 +69,9 @@ class Tokenizer:
         )
 
     def try_out(self) -> None:
-        """Refuse a tokenizer that panics at the first text, or has ids of which no table can be made.
+        """Raise `BadTokenizer` if the tokenizer panics, its ids are too large or a template does not compile.
 
-        Takes a second for a large vocabulary, so it is for those who deploy. Raises `BadTokenizer`.
+        Takes a second for a large vocabulary, so only a deployment checks this.
         """
         with _sound("tokenizer.json is of no use"):
             with suppress(Exception):  # a word that is not in the vocabulary: a request that has it is told
@@ -81,6 +81,8 @@ class Tokenizer:
             raise BadTokenizer(
                 f"tokenizer.json has a token id that is too large, limit: {MAX_TOKEN_ID}, given: {largest}"
             )
+        if self._chat_template is not None:
+            self._chat_template.check()
 
     @property
     def vocab_size(self) -> int:
