@@ -81,8 +81,8 @@ class EngineConfig:
         return WantedLimits(self.max_batch_tokens, self.max_seqs, self.block_tokens)
 
 
-#: The part of `store.host_bytes` that a CPU uses, as buffers to read the disk at full speed: its models are in
-#: `service.memory_bytes` already.
+#: The part of `store.host_bytes` that a CPU uses, as buffers to read the disk at full speed.
+#: `service.memory_bytes` holds its models.
 CPU_HOST_BYTES = 128 << 20
 
 
