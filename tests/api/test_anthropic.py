@@ -276,10 +276,10 @@ def test_what_is_not_read_is_told(gateway: FakeGateway) -> None:
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only tools of type `custom`"),
         ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "needs the `name` of one"),
-        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "names `sub`"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "is `sub`"),
         ({"stop_sequences": [""]}, "`stop_sequences` holds an empty text"),
-        ({"stop_sequences": ["x"] * 17}, "`stop_sequences`: at most 16 stop strings are looked for"),
-        ({"n": 2}, "`n` is not supported, and it would change the answer; use `/v1/chat/completions`"),
+        ({"stop_sequences": ["x"] * 17}, "`stop_sequences`: at most 16 stop strings are allowed"),
+        ({"n": 2}, "`n` is not supported and would change the answer; use `/v1/chat/completions`"),
         ({"max_output_tokens": 5}, "`max_output_tokens` is not supported"),
     ],
 )

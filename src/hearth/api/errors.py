@@ -186,7 +186,7 @@ def _path(location: Sequence[int | str], body: object, kind: str) -> list[int | 
 def body_too_large(limit_bytes: int) -> HTTPException:
     return HTTPException(
         413,
-        f"the body exceeds the limit of {limit_bytes} bytes; send less, or raise `service.max_body_bytes`",
+        f"the body exceeds the limit: {limit_bytes} bytes; send less, or raise `service.max_body_bytes`",
         # The rest of the body is not read, so nothing else can come over this connection.
         {"connection": "close"},
     )
@@ -195,6 +195,6 @@ def body_too_large(limit_bytes: int) -> HTTPException:
 def too_many_bodies(limit_bytes: int) -> HTTPException:
     return HTTPException(
         429,
-        f"request bodies in transfer exceed the limit of {limit_bytes} bytes in total; try again",
+        f"request bodies in transfer exceed the limit: {limit_bytes} bytes in total; try again",
         {"connection": "close", "retry-after": "1"},
     )

@@ -74,7 +74,7 @@ class Guard:
                 response = await on_hearth_error(Request(scope), refusal)
             elif _header_bytes(scope) > MAX_HEADER_BYTES:
                 response = error_response(
-                    431, f"the headers exceed the limit of {MAX_HEADER_BYTES} bytes; send fewer"
+                    431, f"the headers exceed the limit: {MAX_HEADER_BYTES} bytes; send fewer"
                 )
             elif _announced_bytes(headers) > self._max_body_bytes:
                 too_large = body_too_large(self._max_body_bytes)
