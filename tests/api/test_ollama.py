@@ -329,8 +329,8 @@ def test_not_to_think_reaches_the_template(gateway: FakeGateway) -> None:
     [
         ({"think": True}, "`think` must be false, given: True"),
         ({"options": {"top_p": 2}}, "`options.top_p`: input should be less than or equal to 1, given: 2"),
-        ({"options": {"num_predict": 0}}, "`options.num_predict` must be 1 at least"),
-        ({"options": {"stop": [""]}}, "`options.stop` holds an empty text"),
+        ({"options": {"num_predict": 0}}, "`options.num_predict` must be at least 1"),
+        ({"options": {"stop": [""]}}, "`options.stop` contains an empty text"),
         ({"options": {"stop": ["x"] * 17}}, "`options.stop`: at most 16 stop strings are allowed"),
         ({"options": {"mirostat": 2}}, "`options.mirostat` is not supported"),
         ({"messages": [{"role": "user", "content": "Hi", "images": ["abc"]}]}, "`messages[0].images` is not"),

@@ -302,7 +302,7 @@ def test_the_official_client_accepts_all_of_it(api: Api, gateway: FakeGateway) -
             stored = await client.responses.retrieve(asked.id)
             listed = await client.responses.input_items.list(asked.id)
             await client.responses.delete(asked.id)
-            with pytest.raises(openai.NotFoundError, match="no response is stored under"):
+            with pytest.raises(openai.NotFoundError, match="no stored response"):
                 await client.responses.retrieve(asked.id)
         assert "response.function_call_arguments.delta" in seen
         assert stored == asked
@@ -411,12 +411,12 @@ def test_a_choice_of_a_tool_is_one_of_the_inner_request(api: Api, gateway: FakeG
 
 
 REFUSED = [
-    ({"tools": [{"type": "web_search"}]}, "tools[0]", "offer it as a function"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]", "implement it as a function"),
     ({"tool_choice": "required"}, None, "`tool_choice` needs `tools`"),
     (
         {"tools": [WEATHER], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
         None,
-        "`text.format` another output",
+        "`text.format` another format",
     ),
     ({"background": True}, "background", "use `stream`"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "a part of `input`"),
@@ -430,7 +430,7 @@ REFUSED = [
     ({"text": {"verbosity": "low"}}, "text.verbosity", "chat_template_kwargs"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs a `schema`"),
     ({"input": []}, None, "`input` has no message"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send what it says as a message"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send it as a message"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "send text"),
     ({"input": ["Hi"]}, "input[0]", "send a message"),
     (

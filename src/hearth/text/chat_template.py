@@ -17,12 +17,12 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 Message: TypeAlias = Mapping[str, Json]
 
 DEFAULT = "default"
-TOOL_USE = "tool_use"  #: where a model names several templates, this one answers requests with tools
+TOOL_USE = "tool_use"  #: for requests with tools, if a model has several templates
 RENDER_S = 2.0  #: default time limit of a render, which compiles a template that is new to its process
 COMPILE_S = 10.0  #: time limit of the check when a model is deployed
 
-#: Stands behind the text of a message that is to be continued, to find where that ends in the prompt. Where
-#: the template has stripped the space, it would have stripped that of the message, too.
+#: Appended to a message that is continued, to find its end in the prompt. If the template strips the space,
+#: it would have stripped that of the message, too.
 _FINAL_MARK = "CONTINUE_FINAL_MESSAGE_HERE "
 
 
@@ -37,7 +37,7 @@ class ChatTemplate:
         if DEFAULT not in sources:
             raise BadTokenizer(
                 f"no chat template named `{DEFAULT}` in {origin}, found: {brief(sorted(sources))}; "
-                "name one so"
+                "give one that name"
             )
         for name, source in sources.items():
             if len(source) > MAX_TEMPLATE_BYTES:
@@ -48,7 +48,7 @@ class ChatTemplate:
         self._origin = origin
         # Lone surrogates, which JSON can hold, are no text.
         self._sources = {name: text.encode(errors="replace").decode() for name, text in sources.items()}
-        self.text = "\n".join(sources.values())  #: of all templates, as they are written
+        self.text = "\n".join(sources.values())  #: the source of all templates
         self._special_tokens = dict(special_tokens)
         self._tools = {name: TemplateTools.of(source) for name, source in sources.items()}
 
@@ -124,18 +124,14 @@ class ChatTemplate:
         assert_never(outcome)
 
     def in_words(self, messages: Sequence[Message], tools: Sequence[Json] | None) -> Sequence[Message]:
-        """Return the messages with all that the template does not know of tools as text.
-
-        Raises:
-            BadPrompt: a tool or a call is not as OpenAI's API has it.
-        """
+        """Rewrite what the template does not support of tools as text. Raises BadPrompt."""
         _check_messages(messages)
         try:
             return self._tools[self._name(tools)].in_words(messages, tools)
         except (LookupError, TypeError, ValueError, RecursionError) as misfit:
             raise BadPrompt(
                 f"a tool or a tool call cannot be written as text: {type(misfit).__name__}: {misfit}; "
-                "send them as OpenAI's API has them"
+                "send them in the format of OpenAI's API"
             ) from misfit
 
     def _name(self, tools: Sequence[Json] | None) -> str:
@@ -155,18 +151,16 @@ def _check_messages(messages: Sequence[Message]) -> None:
 def _marked(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, str):
-        raise BadPrompt(
-            f"the last message is to be continued, so its `content` must be text, given: {content!r:.80}"
-        )
+        raise BadPrompt(f"to continue the last message, its `content` must be text, given: {content!r:.80}")
     return {**message, "content": content + _FINAL_MARK}
 
 
 def _up_to_mark(text: str) -> str:
-    """Return a prompt up to the mark behind the last message; a template may strip what it writes."""
+    """Cut a prompt at the mark after the last message; the template may have stripped its space."""
     end = text.rfind(_FINAL_MARK.strip())
     if end < 0:
         raise BadPrompt(
-            "the last message is to be continued, but the chat template does not write all of its text; "
-            "end with a message of the user"
+            "the last message cannot be continued: the chat template does not write all of its text; "
+            "end with a user message"
         )
     return text[:end] if text.startswith(_FINAL_MARK, end) else text[:end].rstrip()
