@@ -1,4 +1,4 @@
-"""What commands share: the application, common options, configuration and printing."""
+"""The parts that commands share: the application, common options, configuration and printing."""
 
 from __future__ import annotations
 
