@@ -255,8 +255,8 @@ def test_what_is_not_read_is_told(gateway: FakeGateway) -> None:
         ({"messages": []}, "`messages`: list should have at least 1 item"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "`messages[0].content[0]`: only blocks of type `text`, `tool_use` and `tool_result` are supported, "
-            "given: 'image'; send text",
+            "`messages[0].content[0]`: only blocks of type `text`, `tool_use` and `tool_result` are "
+            "supported, given: 'image'; send text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},

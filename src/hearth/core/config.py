@@ -389,8 +389,12 @@ def _refuse_unknown(given: Iterable[str], valid: Iterable[str], what: str) -> No
             raise ConfigError(f"unknown configuration {what} `{name}`; {hint}")
 
 
-@cache
 def _hints_of(kind: type, *, include_extras: bool = False) -> dict[str, Any]:
+    return _cached_hints_of(kind, include_extras)  # mypy takes no type variable for hashable
+
+
+@cache
+def _cached_hints_of(kind: type, include_extras: bool) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=include_extras)
 
 
