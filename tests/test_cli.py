@@ -162,7 +162,7 @@ def test_a_command_without_arguments_shows_its_commands(hearth: Hearth) -> None:
     assert shown.code == 0
     listed = re.findall(r"^[│|] (\w+) ", shown.out, re.MULTILINE)
     assert sorted(listed) == sorted(name for name, command in COMMANDS.items() if not command.hidden)
-    assert "Exit codes: 0 done" in shown.out
+    assert "Exit codes: 0 success" in shown.out
 
 
 def _words_of_commands(group: TyperGroup, *before: str) -> Iterator[tuple[str, ...]]:
@@ -296,9 +296,7 @@ def test_run_takes_a_url(hearth: Hearth, calls: Calls) -> None:
 def test_a_missing_model_is_one_line_and_exit_code_2(hearth: Hearth, command: tuple[str, ...]) -> None:
     shown = hearth(*command)
     assert (shown.code, shown.out) == (2, "")
-    assert shown.err == (
-        "hearth: no model at `nowhere`; name the directory that holds its files, or a GGUF file\n"
-    )
+    assert shown.err == ("hearth: no model at `nowhere`; give the directory of its files, or a GGUF file\n")
 
 
 def test_an_empty_model_directory_is_refused(hearth: Hearth, tmp_path: Path) -> None:
@@ -389,7 +387,7 @@ def test_doctor_says_that_triton_cannot_compile_the_kernel_for_hopper(
     monkeypatch.setattr(prefill_hopper, "HAS_GLUON", False)
     (note,) = [note for note in json.loads(hearth("doctor", "--json").out)["notes"] if "Gluon" in note]
     assert note.startswith("the kernel for Hopper needs Gluon as of Triton 3.6 to 3.9, given: ")
-    assert note.endswith("long prompts are read more slowly; install `hearth-inference[gpu]`")
+    assert note.endswith("long prompts are slower; install `hearth-inference[gpu]`")
 
 
 @pytest.mark.parametrize(("compiler", "num_notes"), [("/nowhere/cc", 1), ("cc", 0)])
@@ -400,7 +398,7 @@ def test_doctor_says_that_graphs_are_restored_in_python(
     monkeypatch.setattr(doctor, "is_hopper", lambda: False)
     monkeypatch.setenv("CC", compiler)
     notes = json.loads(hearth("doctor", "--json").out)["notes"]
-    assert sum("restored node by node" in note and compiler in note for note in notes) == num_notes
+    assert sum("restored in Python" in note and compiler in note for note in notes) == num_notes
 
 
 def test_doctor_says_which_host_memory_a_cpu_does_not_use(
@@ -424,7 +422,7 @@ def test_doctor_says_that_waits_for_cores_cannot_be_told_from_hanging(
 ) -> None:
     monkeypatch.setattr(doctor, "queued_s", lambda pid: queued_s)
     notes = json.loads(hearth("doctor", "--json").out)["notes"]
-    assert sum("replaced as one that hangs" in note for note in notes) == num_notes
+    assert sum("replaced as if it hung" in note for note in notes) == num_notes
 
 
 def test_doctor_says_how_many_cores_may_be_used(hearth: Hearth, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,7 +587,7 @@ def test_examples_are_indented_alike(hearth: Hearth, command: str) -> None:
 
 def test_verify_says_that_it_takes_a_converted_model(hearth: Hearth) -> None:
     shown = " ".join(hearth("verify", "--help").out.replace("│", " ").split())
-    assert "Directory of a converted model, or the name of a deployed one." in shown
+    assert "Directory of a converted model, or name of a deployed one." in shown
 
 
 @pytest.mark.parametrize(
@@ -629,7 +627,7 @@ def test_verify_finds_a_whole_model_whole(hearth: Hearth, model: Path) -> None:
     shown = hearth("verify", str(model))
 
     assert shown.code == 0
-    assert shown.out.startswith(f"{model} is whole: 516,096 bytes in 1 chunks, ")
+    assert shown.out.startswith(f"{model} is intact: 516,096 bytes in 1 chunks, ")
 
 
 def _damage(model: Path) -> None:

@@ -489,8 +489,8 @@ BAD_PROMPTS: list[tuple[object, type[HearthError], str]] = [
     ([5, "a"], BadPrompt, "`prompt` holds 'a'"),
     ([5] * 128, PromptTooLong, "prompt has 128 tokens, limit: 127 (the context holds 128"),
     ("x" * 500, PromptTooLong, "prompt has 500 tokens, limit: 127"),
-    ("\ud800", BadPrompt, "a prompt must be text that UTF-8 can hold"),
-    (None, BadPrompt, "a prompt is text or a list of token ids, given: NoneType"),
+    ("\ud800", BadPrompt, "a prompt must be valid Unicode"),
+    (None, BadPrompt, "a prompt must be text or a list of token ids, given: NoneType"),
 ]
 
 
@@ -513,7 +513,7 @@ def test_one_bad_prompt_among_good_ones_is_an_error_and_nothing_is_generated(
 def test_token_ids_and_prompts_side_by_side_are_refused(
     llm: LLM, prompts: list[int | str | list[int]]
 ) -> None:
-    with pytest.raises(BadPrompt, match="a list holds token ids or prompts, not both"):
+    with pytest.raises(BadPrompt, match="a list must have token ids or prompts, not both"):
         llm.generate(prompts, greedy())  # type: ignore[arg-type] # wrong on purpose
 
 
@@ -533,7 +533,7 @@ def test_sampling_outside_of_the_vocabulary_is_refused(llm: LLM, name: str, valu
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_params_must_be_one_or_one_for_each_prompt(llm: LLM, count: int) -> None:
     with pytest.raises(
-        BadSampling, match=f"{count} sampling params for 2 prompts; give one, or one for each"
+        BadSampling, match=f"{count} sampling params for 2 prompts; pass one, or one for each"
     ):
         llm.generate(["a", "b"], [greedy()] * count)
 
@@ -712,7 +712,7 @@ def test_closing_ends_live_requests(directory: Path, monkeypatch: pytest.MonkeyP
     error = asked_and_closed(llm, monkeypatch, lambda: llm.generate(["a", "b"], greedy()))
 
     assert isinstance(error, EngineFailed)
-    assert str(error) == "the engine ended before r1 did: it was closed; load the model again"
+    assert str(error) == "the engine stopped during r1: it was closed; load the model again"
 
 
 def test_closing_ends_live_streams(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -729,7 +729,7 @@ def test_prompts_may_come_from_a_generator(llm: LLM) -> None:
 
 @pytest.mark.parametrize("prompt", [None, 5, b"warm"])
 def test_what_is_no_prompt_is_refused(llm: LLM, prompt: object) -> None:
-    with pytest.raises(BadPrompt, match="a prompt is text or a list of token ids"):
+    with pytest.raises(BadPrompt, match="a prompt must be text or a list of token ids"):
         llm.generate(prompt, greedy())  # type: ignore[arg-type] # the point of the test
 
 

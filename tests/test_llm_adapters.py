@@ -78,7 +78,7 @@ def test_one_adapter_is_for_all_prompts_and_for_a_stream(llm: LLM) -> None:
 def test_an_adapter_that_the_model_was_not_opened_with_is_refused_with_those_that_there_are(llm: LLM) -> None:
     with pytest.raises(UnknownModel, match=r"unknown adapter: `third`; .*: `first`, `second`, `again`; "):
         llm.generate([[1, 2]], PARAMS, adapter="third")
-    with pytest.raises(BadPrompt, match="1 adapters for 2 prompts; give one, or one for each"):
+    with pytest.raises(BadPrompt, match="1 adapters for 2 prompts; pass one, or one for each"):
         llm.generate([[1, 2], [3]], PARAMS, adapter=["first"])
 
 

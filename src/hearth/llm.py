@@ -1,4 +1,4 @@
-"""The offline Python API: one model in this process, asked from any thread. Serves no network.
+"""The offline Python API: one model in this process, for any thread.
 
 llm = LLM("path/to/model")
 for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
@@ -42,7 +42,7 @@ from hearth.text.transcript import Transcript
 
 Prompt = str | Sequence[int]
 
-#: Tokens of an answer whose text is made at once where nobody sees one before the last.
+#: Tokens that are decoded at once when answers are not streamed.
 _TEXT_TOKENS = 16
 
 
@@ -65,13 +65,13 @@ class Completion:
     text: str  #: empty if the model has no tokenizer
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[RankedLogprobs | None] | None = None  #: None for the first, which nothing precedes
+    prompt_logprobs: list[RankedLogprobs | None] | None = None  #: the first is None
 
 
 class LLM:
-    """A model that is loaded and ready. Any thread may ask it.
+    """A loaded model. Thread-safe.
 
-    While it answers, garbage collection in this process is mostly postponed: see `system/garbage.py`.
+    While it generates, garbage collection in this process is mostly postponed: see `system/garbage.py`.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class LLM:
     ) -> None:
         """Open a converted model (a directory or a URL), a Hugging Face directory or a GGUF file.
 
-        A converted model is loaded in the background: requests are answered behind it, and fail with it.
-        `max_context` defaults to what the model was made for. With `skip_tokenizer` prompts are token ids,
-        completions have no text and generation does not stop by itself. Tiers that are given are shared and
-        stay open. `adapters` are LoRA adapters by a name of the caller's choice: directories that PEFT wrote,
-        or converted ones. They are on the device as long as the model is.
+        A converted model is loaded in the background: requests wait for the load, and fail if it fails.
+        `max_context` defaults to that of the model. With `skip_tokenizer`, prompts are token ids, completions
+        have no text and generation does not stop at an end token. Tiers passed as `store` stay open.
+        `adapters` maps names to LoRA adapters: directories of PEFT or converted ones. They stay on the device
+        as long as the model.
         """
         options = ModelOptions(device, dtype, max_context, skip_tokenizer, engine or EngineConfig())
         opened = open_model(path, options, store or StoreConfig())
@@ -113,7 +113,7 @@ class LLM:
 
     @classmethod
     def over(cls, engine: Engine, tokenizer: Tokenizer | None) -> Self:
-        """Return an LLM over an engine that was assembled elsewhere, which it then owns."""
+        """Return an LLM that owns `engine`."""
         llm = cls.__new__(cls)
         llm._open(lambda: engine, tokenizer, None, {})
         return llm
@@ -130,14 +130,11 @@ class LLM:
         self._adapters = adapters
         self._numbers = count()
         self._open_loop: StepLoop | None = StepLoop(build)
-        # The step thread holds the engine, so without this a forgotten LLM would keep its memory.
+        # The step thread references the engine, so a dropped LLM would keep its memory without this.
         self._finalizer = weakref.finalize(self, _close_apart, self._open_loop, opened)
 
     def wait_loaded(self) -> LoadRecord | None:
-        """Wait until all weights are on the device; return the load's record, None if there was no load.
-
-        Raises StoreError where they cannot be had.
-        """
+        """Wait until all weights are loaded; None: there was no load in the background. Raises StoreError."""
         return None if self._opened is None else self._opened.wait()
 
     @property
@@ -155,7 +152,7 @@ class LLM:
         return self._tokenizer is not None and self._tokenizer.has_chat_template
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation in the model's chat format, ready for the answer."""
+        """Return the token ids of a conversation, rendered by the model's chat template."""
         return self._text().chat_prompt(messages)
 
     def generate(
@@ -166,13 +163,12 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete prompts, all at once, and return the completions in their order.
+        """Complete prompts in one batch, and return the completions in their order.
 
-        A prompt is text or token ids; `params` is for all of them or one for each, and so is `adapter`: one
-        that the model was opened with, or None for the bare model. If one of them is wrong, nothing is
-        generated; if one fails on the way, its error is raised and the others end. Nobody sees a token before
-        the last, so prompts are not held back by `max_step` beside those of other prompts. `progress` shows a
-        bar on the terminal.
+        A prompt is text or token ids. `params` and `adapter` (a name in `adapters`, or None for the base
+        model) are for all prompts, or one for each. If any is invalid, nothing is generated; if a request
+        fails, its error is raised and the others are cancelled. `max_step` does not apply, since answers are
+        not streamed. `progress` shows a bar on the terminal.
         """
         with postponed():
             return self._generate(_as_prompts(prompts), params, adapter, progress=progress)
@@ -199,7 +195,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[Delta]:
-        """Complete one prompt, token by token. Leaving the iterator early ends the request."""
+        """Complete one prompt, token by token. Closing the iterator early cancels the request."""
         return self._stream(self._request(prompt, params or SamplingParams(), adapter, is_streamed=True))
 
     def _stream(self, request: EngineRequest) -> Iterator[Delta]:
@@ -219,7 +215,7 @@ class LLM:
                 loop.cancel(request.request_id)
 
     def close(self) -> None:
-        """End live requests, wait for the step thread and let the memory go. Closing again is harmless."""
+        """Cancel requests, wait for the step thread and free the memory. Idempotent."""
         if self._open_loop is not None and self._finalizer.detach() is not None:
             _close(self._open_loop, self._opened)
         self._open_loop = self._opened = None
@@ -235,7 +231,7 @@ class LLM:
     def _collect(
         self, requests: Sequence[EngineRequest], answers: Mapping[RequestId, _ReceivedAnswer]
     ) -> Iterator[None]:
-        """Run the requests, fill in their answers and yield at the end of each. Whatever happens, all end."""
+        """Run the requests, fill in their answers and yield at the end of each; cancels those left over."""
         loop, outbox, num_open = self._loop, Outbox(), len(requests)
         loop.add(requests, outbox)
         try:
@@ -244,14 +240,14 @@ class LLM:
                 if isinstance(message, RequestFailed):
                     if answers[message.request_id].finish_reason is None:
                         raise message.error
-                    continue  # it went on until the stop string was seen
+                    continue  # it ran on after its stop string
                 for row, request_id in enumerate(message.request_ids):
                     answer = answers[request_id]
                     if answer.finish_reason is not None:
                         continue  # likewise
                     answer.note(message, row)
                     if answer.finish_reason is not None:
-                        if request_id not in message.finished:  # but ended by its text
+                        if request_id not in message.finished:  # a stop string ended it
                             loop.cancel(request_id)
                         num_open -= 1
                         yield
@@ -266,13 +262,13 @@ class LLM:
         if adapter is not None and adapter not in self._adapters:
             known = ", ".join(f"`{name}`" for name in self._adapters) or "none"
             raise UnknownModel(
-                f"unknown adapter: `{adapter}`; the model was opened with: {known}; name it in `adapters` "
-                "when the model is opened"
+                f"unknown adapter: `{adapter}`; the model was opened with: {known}; pass it in `adapters` "
+                "when you open the model"
             )
         if params.stop_strings and self._tokenizer is None:
             raise BadSampling("`stop` needs a tokenizer, but the model was loaded with `skip_tokenizer`")
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise BadPrompt(f"a prompt is text or a list of token ids, given: {type(prompt).__name__}")
+            raise BadPrompt(f"a prompt must be text or a list of token ids, given: {type(prompt).__name__}")
         token_ids = self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
         adapter_id = None if adapter is None else self._adapters[adapter]
         request_id = RequestId(f"r{next(self._numbers)}")
@@ -286,14 +282,14 @@ class LLM:
 
 @dataclass(slots=True)
 class _ReceivedAnswer:
-    """The answer to one request as far as it was received. Mutable; written by the thread that asked."""
+    """The part of an answer received so far. Mutable; written by the calling thread."""
 
     request: EngineRequest
-    tokenizer: Tokenizer | None  #: None: it has no text
-    #: The number of tokens with which text is made next, if nobody reads along: not all of it at the end, for
-    #: then the device has nothing to do, nor that of all answers at once.
+    tokenizer: Tokenizer | None  #: None: no text
+    #: the number of tokens at which text is decoded next, without streaming: not all at the end, when the
+    #: device is idle, and not for all answers at the same time
     read_at: int = 1
-    num_read: int = 0  #: tokens whose text is made
+    num_read: int = 0  #: tokens that are decoded
     transcript: Transcript | None = None  #: opened with the first text
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -302,17 +298,16 @@ class _ReceivedAnswer:
     reading: PromptReading | None = None
 
     def open_transcript(self) -> Transcript | None:
-        """Return the transcript; to continue the text of a prompt, its end is read first."""
+        """Return the transcript. Opening it reads the end of the prompt, which the text continues."""
         if self.transcript is None and self.tokenizer is not None:
             self.transcript = Transcript(self.tokenizer, self.request.sampling, self.request.prompt)
         return self.transcript
 
     def take(self, output: Output) -> Delta:
-        """Add a token, and return what is new."""
         self.reading = self.reading or output.reading
         text, self.finish_reason = "", output.finish_reason
         if self._has_no_tokens:
-            self.finish_reason = FinishReason.LENGTH  # whatever the token is that nobody is told of
+            self.finish_reason = FinishReason.LENGTH  # its one token is not part of the answer
             return Delta("", (), self.finish_reason, None)
         if (transcript := self.open_transcript()) is not None:
             delta = transcript.push(output.token, output.finish_reason)
@@ -324,7 +319,7 @@ class _ReceivedAnswer:
         return Delta(text, (output.token,), self.finish_reason, logprobs or None)
 
     def note(self, outputs: StepOutputs, row: int) -> None:
-        """Add one of the tokens of a step, of which nobody wants to see the text before the end."""
+        """Add a token of a step without streaming its text."""
         if self.request.sampling.stop or self._has_no_tokens:
             self.take(outputs[row])
             return
@@ -337,7 +332,6 @@ class _ReceivedAnswer:
             self._read()
 
     def _read(self) -> None:
-        """Make text of the tokens that have none yet."""
         if (transcript := self.open_transcript()) is not None:
             self.texts.append(transcript.push_all(self.token_ids[self.num_read :], self.finish_reason))
         self.num_read = len(self.token_ids)
@@ -345,7 +339,7 @@ class _ReceivedAnswer:
 
     @property
     def _has_no_tokens(self) -> bool:
-        """True if only the prompt is computed: the token that its request ends with is none of the answer."""
+        """True if only the prompt is computed."""
         return self.request.sampling.max_tokens == 0
 
     def completion(self) -> Completion:
@@ -367,10 +361,10 @@ class _ReceivedAnswer:
 
 
 def _close_apart(loop: StepLoop, opened: OpenedModel | None) -> None:
-    """Close on a new thread, for garbage is collected on any, also one that closing would wait for."""
+    """Close on a new thread: finalizers run on any thread, also one that closing would wait for."""
     try:
         threading.Thread(target=_close, args=(loop, opened), name="hearth-close", daemon=True).start()
-    except RuntimeError:  # the interpreter ends and starts no more threads
+    except RuntimeError:  # the interpreter is shutting down
         _close(loop, opened)
 
 
@@ -385,21 +379,21 @@ def _received(outbox: Outbox) -> StepOutputs | RequestFailed:
     message = outbox.get()
     if isinstance(message, Failed):
         raise EngineFailed(
-            f"the engine ended before {message.request_id} did: {message.cause}"
+            f"the engine stopped during {message.request_id}: {message.cause}"
         ) from message.cause
     return message
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
-        return [prompts]  # one prompt, or something that is none
+        return [prompts]  # one prompt, or an invalid one
     items = list(prompts)
     token_ids = [item for item in items if isinstance(item, int)]
     many = [item for item in items if not isinstance(item, int)]
     if token_ids and many:
         raise BadPrompt(
-            f"a list holds token ids or prompts, not both, given: {len(token_ids)} and {len(many)} of them; "
-            "put token ids that are one prompt among others into a list of their own"
+            f"a list must have token ids or prompts, not both, given: {len(token_ids)} and {len(many)} of "
+            "them; put the token ids of one prompt into a list of their own"
         )
     return [token_ids] if token_ids else many
 
@@ -411,7 +405,7 @@ def _as_params(
         return [params or SamplingParams()] * num_prompts
     if len(params) != num_prompts:
         raise BadSampling(
-            f"{len(params)} sampling params for {num_prompts} prompts; give one, or one for each"
+            f"{len(params)} sampling params for {num_prompts} prompts; pass one, or one for each"
         )
     return list(params)
 
@@ -420,5 +414,5 @@ def _as_adapters(adapter: str | Sequence[str | None] | None, num_prompts: int) -
     if adapter is None or isinstance(adapter, str):
         return [adapter] * num_prompts
     if len(adapter) != num_prompts:
-        raise BadPrompt(f"{len(adapter)} adapters for {num_prompts} prompts; give one, or one for each")
+        raise BadPrompt(f"{len(adapter)} adapters for {num_prompts} prompts; pass one, or one for each")
     return list(adapter)

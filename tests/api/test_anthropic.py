@@ -255,8 +255,8 @@ def test_what_is_not_read_is_told(gateway: FakeGateway) -> None:
         ({"messages": []}, "`messages`: list should have at least 1 item"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "`messages[0].content[0]`: only blocks of type `text`, `tool_use` and `tool_result` are read, "
-            "given: 'image'; send text",
+            "`messages[0].content[0]`: only blocks of type `text`, `tool_use` and `tool_result` are "
+            "supported, given: 'image'; send text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
@@ -272,14 +272,14 @@ def test_what_is_not_read_is_told(gateway: FakeGateway) -> None:
         ),
         (
             {"messages": [*HI, {"role": "assistant", "content": [USED]}]},
-            "`messages[1]` uses tools, and nothing tells what came of that",
+            "`messages[1]` uses tools without results",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only tools of type `custom`"),
         ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "needs the `name` of one"),
-        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "names `sub`"),
-        ({"stop_sequences": [""]}, "`stop_sequences` holds an empty text"),
-        ({"stop_sequences": ["x"] * 17}, "`stop_sequences`: at most 16 stop strings are looked for"),
-        ({"n": 2}, "`n` is not supported, and it would change the answer; use `/v1/chat/completions`"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "is `sub`"),
+        ({"stop_sequences": [""]}, "`stop_sequences` contains an empty text"),
+        ({"stop_sequences": ["x"] * 17}, "`stop_sequences`: at most 16 stop strings are allowed"),
+        ({"n": 2}, "`n` is not supported and would change the answer; use `/v1/chat/completions`"),
         ({"max_output_tokens": 5}, "`max_output_tokens` is not supported"),
     ],
 )

@@ -238,7 +238,7 @@ def test_an_output_is_held_to_one_form(gateway: FakeGateway, fields: dict[str, o
     response = chat(gateway, **fields)
 
     assert response.status_code == 400
-    assert f"can be held to one form, given: {names}; leave" in response.json()["error"]["message"]
+    assert f"can have one format, given: {names}; remove" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -572,13 +572,13 @@ def test_llama_calls_are_the_whole_answer(tokenizers: dict[str, Tokenizer]) -> N
         ({"continue_final_message": True, "add_generation_prompt": True}, "set one of them to false"),
         ({"chat_template_kwargs": {"continue_final_message": True}}, "must not set `continue_final_message`"),
         ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
-        ({"logit_bias": {"x": 1}}, "keys of `logit_bias` are token ids, given: 'x'"),
+        ({"logit_bias": {"x": 1}}, "keys of `logit_bias` must be token ids, given: 'x'"),
         ({"keep_alive": "soon"}, "`keep_alive`: a duration is"),
         ({"keep_alive": 10**400}, "`keep_alive`"),
         ({"chat_template_kwargs": {"messages": []}}, "must not set `messages`"),
         (
             {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
-            "`reasoning_effort` is 'low' and in `chat_template_kwargs` 'high'",
+            "`reasoning_effort` is 'low', but 'high' in `chat_template_kwargs`",
         ),
         ({"response_format": {"type": "json_schema"}}, "needs `json_schema` with a `schema`"),
         ({"stop": ["a", ""]}, "`stop` holds an empty string"),
@@ -598,4 +598,4 @@ def test_a_grammar_and_a_format_contradict_each_other(hermes: FakeGateway) -> No
     neither = chat(hermes, tools=[WEATHER], tool_choice=unknown)
 
     assert "leave one out" in both.json()["error"]["message"]
-    assert "names `storm`, which is not among the `tools`" in neither.json()["error"]["message"]
+    assert "is `storm`, which is not among the `tools`" in neither.json()["error"]["message"]

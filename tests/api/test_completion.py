@@ -245,11 +245,11 @@ def test_prompt_logprobs_are_told_as_vllm_does_and_computed_once_for_all_answers
     ("fields", "message"),
     [
         ({"suffix": "end"}, "`suffix` is not supported"),
-        ({"best_of": 3}, "`best_of` must be the same as `n`: 1, given: 3"),
+        ({"best_of": 3}, "`best_of` must be equal to `n`: 1, given: 3"),
         ({"echo": True, "logprobs": 1, "stream": True}, "`echo` with `logprobs`"),
-        ({"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` come in one"),
+        ({"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` cannot be streamed"),
         ({"prompt_logprobs": 21}, "`prompt_logprobs`: input should be less than or equal to 20"),
-        ({"max_tokens": 0}, "`max_tokens` of 0 leaves nothing to answer"),
+        ({"max_tokens": 0}, "`max_tokens` of 0 needs `echo` or `prompt_logprobs`"),
         (
             {"repetition_penalty": 5e-324},
             "`repetition_penalty`: input should be greater than or equal to 0.000001",

@@ -51,7 +51,10 @@ def test_a_browser_gets_none_for_any_other_page(
     response = preflight(locked(gateway) if has_keys else gateway, origin, allowed)
 
     assert response.status_code == 403
-    assert f"given: {origin}; name it in `service.allowed_origins`" in response.json()["error"]["message"]
+    assert (
+        f"origin not allowed: {origin}; add it to `service.allowed_origins`"
+        in response.json()["error"]["message"]
+    )
     assert [name for name in response.headers if name.startswith("access-control-")] == []
 
 

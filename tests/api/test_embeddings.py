@@ -96,13 +96,13 @@ def test_more_inputs_than_may_be_on_their_way_are_answered_in_their_order(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dimensions": 256}, "`dimensions` is not supported, and it would change the answer; leave it out"),
+        ({"dimensions": 256}, "`dimensions` is not supported and would change the answer; leave it out"),
         ({"encoding_format": "int8"}, "`encoding_format`: input should be 'float' or 'base64'"),
         ({"pooling": "max"}, "`pooling`: input should be 'last' or 'mean'"),
         ({"input": []}, "`input"),
         ({"input": [[]]}, "`input"),
         ({"input": ["a"] * (MAX_INPUTS + 1)}, f"at most {MAX_INPUTS} items"),
-        ({"stream": True}, "leave it out: embeddings come in one"),
+        ({"stream": True}, "leave it out: embeddings are not streamed"),
         ({"normalize": False}, "`normalize` is not supported"),
         ({"truncate_prompt_tokens": 5}, "shorten the input"),
         ({"keep_alive": "nonsense"}, "`keep_alive`"),

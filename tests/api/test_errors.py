@@ -41,11 +41,11 @@ USER = {"role": "user", "content": "Hi"}
         ({"n": 1.5}, "n", "`n`: input should be a valid integer"),
         ({"max_tokens": "5"}, "max_tokens", "`max_tokens`: input should be a valid integer, given: '5'"),
         ({"stop": [5]}, "stop[0]", "`stop[0]`: input should be a valid string, given: 5"),
-        ({"stop": ["x"] * 17}, "stop", "`stop`: at most 16 stop strings are looked for, given: 17"),
+        ({"stop": ["x"] * 17}, "stop", "`stop`: at most 16 stop strings are allowed, given: 17"),
         (
             {"stop": ["x" * 512, "y" * 513]},
             "stop",
-            "`stop`: all stop strings together may have 1024 characters, given: 1025; shorten them or",
+            "`stop`: stop strings may have 1024 characters in total, given: 1025; shorten them or",
         ),
         ({"messages": []}, "messages", "`messages`: list should have at least 1 item, given: a list of 0"),
         ({"messages": [USER, {"content": "Hi"}]}, "messages[1].role", "`messages[1].role`: field required"),
@@ -57,7 +57,7 @@ USER = {"role": "user", "content": "Hi"}
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",
-            "only parts of type `text` are read, given: 'image_url'",
+            "only parts of type `text` are supported, given: 'image_url'",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "no lone surrogates"),
         (
@@ -75,7 +75,7 @@ USER = {"role": "user", "content": "Hi"}
         (
             {"model": "x" * 300},
             "model",
-            f"`model`: text should have at most 256 characters, given: 300 that begin with '{'x' * 40}'",
+            f"`model`: text should have at most 256 characters, given: 300, beginning with '{'x' * 40}'",
         ),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_wrong_field_is_named_with_its_limit_and_value(
         ("[]", "`body`: input should be an object, given: a list of 0"),
         ('{"model": "tiny", "prompt": []}', "`prompt`: list should have at least 1 item, given: a list of 0"),
         ('{"model": "tiny", "prompt": [[]]}', "`prompt[0]`: list should have at least 1 item, given: a list"),
-        ("", "needs a JSON body"),
+        ("", "a JSON body is required"),
         ("[" * 50_000, "lists and objects are nested too deep"),
         (
             '{"model": "tiny", "prompt": "a", "temperature": NaN}',
@@ -187,7 +187,7 @@ def test_wrong_addresses_get_the_error_object_too(
 def test_each_api_has_errors_in_its_own_words(gateway: FakeGateway) -> None:
     told = {path: request(gateway, "GET", path).json() for path in ("/v1/x", "/v1/messages/x", "/api/x")}
 
-    message = "there is nothing at `{}`; `/openapi.json` lists what there is"
+    message = "no route `{}`; `/openapi.json` lists all routes"
     error = {"type": "invalid_request_error", "param": None, "code": "not_found"}
     assert told == {
         "/v1/x": {"error": {"message": message.format("/v1/x"), **error}},

@@ -60,7 +60,7 @@ def test_a_key_may_come_by_anthropics_header_and_two_that_differ_are_refused(loc
     assert asked(x_api_key="user-key", authorization="Basic abc").status_code == 200
     wrong, both = asked(x_api_key="nobodys"), asked(x_api_key="user-key", authorization="Bearer admin-key")
     assert (wrong.status_code, both.status_code) == (401, 401)
-    assert "hold different keys; send one of them" in both.json()["error"]["message"]
+    assert "have different keys; send one of them" in both.json()["error"]["message"]
 
 
 def test_probes_need_no_key(locked: FakeGateway) -> None:
@@ -94,7 +94,9 @@ def test_what_shows_everybodys_requests_needs_a_monitors_key(locked: FakeGateway
 
     assert statuses == [403, 200, 200, 200]
     refused = error_of(request(locked, "GET", path, headers=bearer("user-key")))
-    assert "this needs `monitor`; make one with `hearth keys add NAME --monitor`" in str(refused["message"])
+    assert "but this needs `monitor`; create a key with `hearth keys add NAME --monitor`" in str(
+        refused["message"]
+    )
 
 
 def test_a_monitors_key_changes_nothing(locked: FakeGateway) -> None:
@@ -297,7 +299,7 @@ def test_what_breaks_inside_is_logged_once_and_told_without_details(
 
     assert response.status_code == 500
     error_id = response.headers["x-request-id"]
-    assert error_of(response)["message"] == f"internal error; the service's log says more under `{error_id}`"
+    assert error_of(response)["message"] == f"internal error; see `{error_id}` in the log of the service"
     assert "a detail" not in response.text
     failures = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert [error_id in record.getMessage() for record in failures] == [True]
@@ -366,7 +368,7 @@ def test_bodies_that_are_still_coming_have_a_limit_together(
                 await client.post("/v1/completions", content=whole),
             ]
             assert refused.headers["retry-after"] == "1"
-            assert "limit: 2000 bytes together" in refused.text
+            assert "limit: 2000 bytes in total" in refused.text
             return [refused.status_code, *(answer.status_code for answer in answers)]
 
     assert asyncio.run(scene()) == [429, 200, 200, 200]

@@ -197,7 +197,7 @@ def test_a_compressed_body_is_refused_in_every_dialect(gateway: FakeGateway, pat
     response = request(gateway, "POST", path, content="{}", headers=headers)
 
     assert response.status_code == 415
-    assert "given: `content-encoding: gzip`; send it without one" in response.text
+    assert "given: `content-encoding: gzip`; send it plain" in response.text
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,7 @@ def test_the_official_client_accepts_all_of_it(api: Api, gateway: FakeGateway) -
             stored = await client.responses.retrieve(asked.id)
             listed = await client.responses.input_items.list(asked.id)
             await client.responses.delete(asked.id)
-            with pytest.raises(openai.NotFoundError, match="no response is stored under"):
+            with pytest.raises(openai.NotFoundError, match="no stored response"):
                 await client.responses.retrieve(asked.id)
         assert "response.function_call_arguments.delta" in seen
         assert stored == asked
@@ -411,26 +411,26 @@ def test_a_choice_of_a_tool_is_one_of_the_inner_request(api: Api, gateway: FakeG
 
 
 REFUSED = [
-    ({"tools": [{"type": "web_search"}]}, "tools[0]", "offer it as a function"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]", "implement it as a function"),
     ({"tool_choice": "required"}, None, "`tool_choice` needs `tools`"),
     (
         {"tools": [WEATHER], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
         None,
-        "`text.format` another output",
+        "`text.format` another format",
     ),
-    ({"background": True}, "background", "have it streamed"),
+    ({"background": True}, "background", "use `stream`"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "a part of `input`"),
     ({"conversation": "conv_1"}, "conversation", "use `previous_response_id`"),
     ({"messages": [{}]}, "messages", "send them as `input`"),
     ({"max_tokens": 3}, "max_tokens", "use `max_output_tokens`"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "by `text.format`"),
-    ({"guided_regex": ""}, "guided_regex", "by `text.format`"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "use `text.format`"),
+    ({"guided_regex": ""}, "guided_regex", "use `text.format`"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "use `reasoning.effort`"),
     ({"n": 2}, "n", "send several requests"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", "chat_template_kwargs"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs a `schema`"),
     ({"input": []}, None, "`input` has no message"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send what it says as a message"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send it as a message"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "send text"),
     ({"input": ["Hi"]}, "input[0]", "send a message"),
     (
@@ -438,7 +438,7 @@ REFUSED = [
         None,
         "more than 128 calls in a row",
     ),
-    ({"continue_final_message": True}, "continue_final_message", "none is continued"),
+    ({"continue_final_message": True}, "continue_final_message", "no message is continued"),
     ({"input": [{"type": 4}]}, "input[0]", "given: int"),
     (
         {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{"}]},

@@ -227,10 +227,10 @@ def test_a_prompt_may_end_without_the_beginning_of_an_answer(gateway: FakeGatewa
         (
             "/hearth/models",
             {"source": "a", "overwite": True},
-            "`overwite` is not known; did you mean `overwrite`?",
+            "`overwite` is unknown; did you mean `overwrite`?",
         ),
-        ("/hearth/models/tiny/unload", {"soon": True}, "`soon` is not known; known are: `free`"),
-        ("/hearth/models/tiny/unload", {"\ud800": True}, "`?` is not known; known are: `free`"),
+        ("/hearth/models/tiny/unload", {"soon": True}, "`soon` is unknown; valid: `free`"),
+        ("/hearth/models/tiny/unload", {"\ud800": True}, "`?` is unknown; valid: `free`"),
     ],
 )
 def test_hearths_own_routes_take_no_unknown_field(

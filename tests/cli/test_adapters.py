@@ -73,9 +73,9 @@ def test_an_adapter_is_converted_for_a_base_and_shown(hearth: Hearth, tmp_path: 
     assert (made["dtype"], made["num_targets"], made["max_rank"]) == ("float16", 3, 4)
     shown = json.loads(hearth("show", dest, "--json").out)
     assert shown["digest"] == made["digest"]
-    assert "is whole" in hearth("verify", dest).out
+    assert "is intact" in hearth("verify", dest).out
     refused = hearth("convert", str(lora), dest, "--base", base, "--quant", "int8")
-    assert "is not quantised" in refused.err
+    assert "cannot be quantised" in refused.err
 
 
 def test_without_a_service_an_adapter_answers_in_this_process(
@@ -99,7 +99,7 @@ def test_run_says_that_an_adapter_elsewhere_needs_a_service(
         registry.replace(replace(shop, where="s3://bucket/shop"))
     shown = hearth("run", "shop", "hi")
     assert (shown.code, shown.out) == (2, "")
-    assert "lies at `s3://bucket/shop`, from where only a service loads it; start one" in shown.err
+    assert "is at `s3://bucket/shop`, which only a service can load; start one" in shown.err
 
 
 def test_only_models_are_offered_as_bases(data_dir: Path, shop: DeployedAdapter) -> None:

@@ -117,8 +117,8 @@ def test_at_a_terminal_an_error_is_told_and_the_talk_goes_on(talk: Talk, service
     shown = talk("one", "/what", "two", is_terminal=True)
 
     assert shown.code == 0
-    assert shown.err.replace("\n", " ").count("ended in the middle of its answer") == 2
-    assert "no command `/what`" in shown.err
+    assert shown.err.replace("\n", " ").count("stopped in the middle of its answer") == 2
+    assert "unknown command `/what`" in shown.err
     assert messages(service) == [[("user", "one")], [("user", "two")]]
 
 

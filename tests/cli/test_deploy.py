@@ -69,8 +69,8 @@ def test_a_source_that_is_named_as_on_the_hub_is_told_how_to_be_written(hearth: 
     shown = hearth("deploy", "Qwen/Qwen3-0.6B")
     assert (shown.code, shown.out) == (2, "")
     assert shown.err == (
-        "hearth: no model at `Qwen/Qwen3-0.6B`; name the directory that holds its files, or a GGUF file; one "
-        "of the Hugging Face Hub is `hf:Qwen/Qwen3-0.6B`\n"
+        "hearth: no model at `Qwen/Qwen3-0.6B`; give the directory of its files, or a GGUF file; for the "
+        "Hugging Face Hub use `hf:Qwen/Qwen3-0.6B`\n"
     )
     assert "hf:" not in hearth("deploy", "./nowhere").err
 
@@ -78,7 +78,7 @@ def test_a_source_that_is_named_as_on_the_hub_is_told_how_to_be_written(hearth: 
 @pytest.mark.usefixtures("tiny")
 def test_verify_takes_a_name_too(hearth: Hearth, data_dir: Path) -> None:
     where = local_models.find(data_dir, "tiny").where
-    assert hearth("verify", "tiny").out.startswith(f"{where} is whole: ")
+    assert hearth("verify", "tiny").out.startswith(f"{where} is intact: ")
 
     (Path(where) / "weights.bin").write_bytes(b"")
     bad = hearth("verify", "tiny")
@@ -92,7 +92,7 @@ def test_show_tells_that_upstream_has_changed(service: FakeService, hearth: Hear
 
     shown = " ".join(hearth("show", "smol", "--url", service.url).out.replace("│", " ").split())
 
-    assert re.search(r"changed to v2, noticed 2m\d+s ago; v1 is served on", shown)
+    assert re.search(r"changed to v2, noticed 2m\d+s ago; still serving v1", shown)
     assert remedy in shown
     assert ("GET", "/hearth/models/smol?look=true", None) in service.asked
 

@@ -173,9 +173,7 @@ def test_a_variable_named_like_a_section_that_sets_nothing_is_refused(variable: 
 def test_another_variable_of_the_prefix_is_told_of_and_stops_nothing() -> None:
     settings = read_environment({"HEARTH_DATADIR": "/x", "HEARTHSTONE": "1", "HEARTH_LOG_LEVEL": "debug"})
     assert settings.values == {"log.level": "debug"}
-    assert settings.notes == (
-        "environment variable HEARTH_DATADIR is none of Hearth's; did you mean `HEARTH_DATA_DIR`?",
-    )
+    assert settings.notes == ("unknown environment variable HEARTH_DATADIR; did you mean `HEARTH_DATA_DIR`?",)
 
 
 def test_the_other_variables_of_hearth_are_no_strangers() -> None:
@@ -235,8 +233,8 @@ def test_the_address_of_a_kubernetes_service_called_hearth_is_no_setting(host: s
     settings = read_environment(service_links("HEARTH", host, 80) | {"HEARTH_LOG_LEVEL": "debug"})
     assert settings.values == {"log.level": "debug"}
     assert [note.partition(":")[0] for note in settings.notes] == [
-        "environment variable HEARTH_SERVICE_HOST is not read as a setting",
-        "environment variable HEARTH_SERVICE_PORT is not read as a setting",
+        "environment variable HEARTH_SERVICE_HOST is ignored",
+        "environment variable HEARTH_SERVICE_PORT is ignored",
     ]
 
 
@@ -303,7 +301,7 @@ def test_config_and_doctor_show_where_settings_come_from(
     assert f'data_dir = "{data_dir}"  # HEARTH_DATA_DIR' in lines
     assert lines[lines.index('[models."qwen2.5"]') + 4] == f"pinned = true  # {path}"
     assert 'host = "127.0.0.1"' in lines
-    assert "HEARTH_STRANGE is none of Hearth's" in " ".join(shown.err.split())
+    assert "unknown environment variable HEARTH_STRANGE" in " ".join(shown.err.split())
     saved = tmp_path / "saved.toml"
     saved.write_text(shown.out)
     assert load(saved).service.port == 9001

@@ -74,9 +74,9 @@ def test_what_a_key_means_for_the_running_service_is_said(
         added = [hearth("keys", "add", name).err for name in ("ada", "bob")]
         removed = [hearth("keys", "rm", name).err for name in ("ada", "bob")]
 
-    assert all(f"the service at {service.url} asks everybody for a key from now on" in one for one in added)
-    assert f"the service at {service.url} refuses it from now on" in removed[0]
-    assert "refuses everybody from now on, until a key is added or it is restarted" in removed[1]
+    assert all(f"the service at {service.url} requires a key from now on" in one for one in added)
+    assert f"the service at {service.url} rejects it from now on" in removed[0]
+    assert "rejects all requests until a key is added or it is restarted" in removed[1]
 
 
 def test_a_service_with_other_keys_is_told_of(
@@ -88,7 +88,9 @@ def test_a_service_with_other_keys_is_told_of(
         fitting = hearth("keys", "add", "ada", "--api-keys-file", str(tmp_path / "k.json"))
 
     assert shown.code == 0
-    assert f"it reads `{tmp_path / 'k.json'}`, and this was `{data_dir / 'keys.json'}`" in shown.err
+    assert (
+        f"reads its keys from `{tmp_path / 'k.json'}`, but this was `{data_dir / 'keys.json'}`" in shown.err
+    )
     assert "from now on" not in shown.err
     assert "from now on" in fitting.err
 
@@ -100,7 +102,7 @@ def test_a_key_is_made_also_where_the_service_cannot_be_told(hearth: Hearth, dat
 
     for shown in (added, removed):
         assert shown.code == 0
-        assert "whether a service runs that reads these keys cannot be told" in shown.err
+        assert "cannot tell whether a running service reads these keys" in shown.err
     assert added.out.startswith("hearth-")
 
 
@@ -154,10 +156,10 @@ def test_limits_are_given_changed_and_lifted_and_the_key_stays(hearth: Hearth, d
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((), "name what to change"),
-        (("--rpm", "0"), "--rpm is a number above 0, or none"),
-        (("--tpm", "many"), "--tpm is a number above 0, or none"),
-        (("--class", "fast"), "--class is interactive or batch, given: fast"),
+        ((), "give at least one of"),
+        (("--rpm", "0"), "--rpm must be a number above 0, or none"),
+        (("--tpm", "many"), "--tpm must be a number above 0, or none"),
+        (("--class", "fast"), "--class must be interactive or batch, given: fast"),
         (("--models", ","), "may be limited to 1 to 64 models, given: 0"),
     ],
 )

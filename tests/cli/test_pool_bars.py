@@ -96,7 +96,7 @@ def test_a_worker_that_has_not_told_has_no_bar() -> None:
 def test_what_was_told_long_ago_is_shown_with_its_age() -> None:
     assert WORKER.pool is not None
     old = replace(WORKER, pool=replace(WORKER.pool, age_s=75.0))
-    assert drawn(old)[1] == "w0  8.0 GiB, told 1m15s ago"
+    assert drawn(old)[1] == "w0  8.0 GiB, reported 1m15s ago"
 
 
 def test_fallbacks_are_named_below() -> None:

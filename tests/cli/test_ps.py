@@ -92,14 +92,14 @@ def test_ps_shows_whose_turn_it_is_and_who_is_due_when(
     assert [line.split()[3] for line in lines if line[:4] in ("qwen", "smol")][:2] == ["paused", "waiting"]
     assert any("due in 300 ms" in line for line in lines)
     assert any("1.250 s late" in line for line in lines)
-    assert "qwen should be pinned, and models beside it would have no room for a turn" in lines
+    assert "qwen cannot be pinned: other models would have no memory for their turns" in lines
 
 
 @pytest.mark.parametrize(
     ("is_measured", "line"),
     [
-        (True, "  besides: at most 1.5 GiB, as measured"),
-        (False, "  besides: at most 1.5 GiB, a guess, until its models have snapshots"),
+        (True, "  outside the pool: at most 1.5 GiB, measured"),
+        (False, "  outside the pool: at most 1.5 GiB, estimated until its models have snapshots"),
     ],
 )
 def test_ps_shows_what_a_worker_may_take_besides_its_pool(
@@ -138,23 +138,23 @@ KEPT, HALF = 512 << 20, 256 << 20
     [
         (
             UnloadView("smol", False, True, 0, KEPT, 0),
-            "keeps 512 MiB of device memory until the room is needed",
+            "keeps 512 MiB of device memory until it is needed",
         ),
-        (UnloadView("smol", True, True, 0, KEPT, 0), "gives back 512 MiB of device memory"),
+        (UnloadView("smol", True, True, 0, KEPT, 0), "frees 512 MiB of device memory"),
         (
             UnloadView("smol", False, True, 1, KEPT, 0),
-            "finishes 1 request, then it keeps 512 MiB of device memory until the room is needed",
+            "finishes 1 request, then it keeps 512 MiB of device memory until it is needed",
         ),
         (
             UnloadView("smol", True, True, 2, KEPT, HALF),
-            "finishes 2 requests, then it gives back 512 MiB of device memory; 256 MiB stay in host memory "
-            "until others need the room",
+            "finishes 2 requests, then it frees 512 MiB of device memory; 256 MiB stay in host memory "
+            "until it is needed",
         ),
-        (UnloadView("smol", True, True, 0, 0, 0), "gives back its memory"),  # it is on its way there
+        (UnloadView("smol", True, True, 0, 0, 0), "frees its memory"),  # it is on its way there
         (UnloadView("smol", False, False, 0, 0, 0), "is not in device memory"),
         (
             UnloadView("smol", True, False, 0, 0, HALF),
-            "is not in device memory; 256 MiB stay in host memory until others need the room",
+            "is not in device memory; 256 MiB stay in host memory until it is needed",
         ),
         (UnloadView("smol", False, False, 3, 0, 0), "is not in device memory yet: 3 requests will load it"),
     ],
@@ -172,8 +172,8 @@ def test_a_key_that_is_given_beats_the_token(hearth: Hearth, recorded: FakeServi
     shown = hearth("ps", "--api-key", "wrong")
     assert (shown.code, shown.err) == (
         2,
-        "hearth: the API key is missing or wrong; give what `hearth keys add` printed, by `--api-key` or as "
-        "HEARTH_API_KEY\n",
+        "hearth: the API key is missing or wrong; pass the key that `hearth keys add` printed, by "
+        "`--api-key` or HEARTH_API_KEY\n",
     )
 
 
@@ -185,7 +185,7 @@ def test_an_unknown_request_is_exit_code_3(hearth: Hearth, recorded: FakeService
 def test_explain_prints_the_waterfall(hearth: Hearth, recorded: FakeService) -> None:
     shown = hearth("explain", "r1").out
     assert shown.startswith("r1  smol  stop\n")
-    assert "what each worker would have cost" in shown
+    assert "estimated cost per worker" in shown
     assert "█" in shown
 
 
@@ -229,7 +229,7 @@ def test_a_service_that_is_not_the_directorys_is_asked_nothing_and_sees_no_token
         shown = hearth(*command)
 
     assert (shown.code, shown.out) == (3, "")
-    assert f"says that it is at `{service.url}`, but another service answers there" in shown.err
+    assert f"should be at `{service.url}`, but another service answers there" in shown.err
     assert (service.asked, service.health_keys) == ([], [None])
 
 
@@ -291,7 +291,7 @@ def test_a_url_and_a_directory_of_two_services_are_wrong_input(
             other.announce(stack.enter_context(DataDir.hold(tmp_path)))
         shown = hearth("stop", "smol", "--url", service.url, "--data-dir", str(tmp_path))
     assert (shown.code, shown.out) == (2, "")
-    assert "leave one out" in shown.err
+    assert "drop one of them" in shown.err
     assert service.asked == []
 
 
@@ -348,13 +348,13 @@ def test_nothing_is_done_behind_the_back_of_a_service_that_starts(
         assert not held.registry_path.exists()
     assert (shown.code, shown.out) == (1, "")
     told = " ".join(shown.err.split())
-    assert "has not told within" in told
-    assert "its first start after an update may take minutes" in told
+    assert "has not announced its address within" in told
+    assert "first start after an update may take minutes" in told
 
 
 def test_doctor_does_not_wait(hearth: Hearth, data_dir: Path) -> None:
     with DataDir.hold(data_dir):
-        assert json.loads(hearth("doctor", "--json").out)["service"]["status"] == "starting or ending"
+        assert json.loads(hearth("doctor", "--json").out)["service"]["status"] == "starting or stopping"
 
 
 def test_logs_prints_the_end_of_the_log(hearth: Hearth, data_dir: Path) -> None:
@@ -428,13 +428,13 @@ def test_doctor_names_models_that_should_be_pinned(
     models = tuple(replace(model, is_pin_refused=model.model == "smol") for model in PROCESSES.models)
     monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, models=models))
     (told,) = json.loads(hearth("doctor", "--json").out)["service"]["workers"]
-    assert told.endswith("1 restarts, smol should be pinned and cannot be yet")
+    assert told.endswith("1 restarts, smol cannot be pinned yet")
 
 
 def test_doctor_names_settings_of_models_that_are_not_deployed(hearth: Hearth, data_dir: Path) -> None:
     report = json.loads(hearth("doctor", "--json", "--set", "models.nosuch.pinned=true").out)
     (note,) = (note for note in report["notes"] if "nosuch" in note)
-    assert note.startswith("the settings in [models.nosuch] are not used")
+    assert note.startswith("the settings in [models.nosuch] are unused")
     assert note.endswith("deploy one with `hearth deploy SOURCE`")
 
 

@@ -21,7 +21,7 @@ def test_a_name_is_asked_through_the_service(hearth: Hearth, data_dir: Path, ser
 
     assert (shown.code, shown.out) == (0, "The sky is blue.\u2028Really.\n")
     assert shown.err.startswith("3 tokens, ")
-    assert f"`hearth explain r1 --url {service.url}` tells more" in shown.err
+    assert f"`hearth explain r1 --url {service.url}` shows details" in shown.err
     (body,) = service.bodies("/v1/chat/completions")
     assert isinstance(body, dict)
     assert (body["messages"], body["max_tokens"], body["seed"]) == ([{"role": "user", "content": "hi"}], 5, 3)
@@ -63,11 +63,11 @@ def test_how_to_explain_an_answer_names_the_service_as_it_was_named(
     data_dir = tmp_path / "with space"
     with DataDir.hold(data_dir) as held:
         service.announce(held)
-        assert f"`hearth explain r1 --data-dir '{data_dir}'` tells" in hearth(
+        assert f"`hearth explain r1 --data-dir '{data_dir}'` shows" in hearth(
             *("run", "smol", "hi", "--data-dir", str(data_dir))
         ).err.replace("\n", " ")
         monkeypatch.setenv("HEARTH_DATA_DIR", str(data_dir))
-        assert "`hearth explain r1` tells" in hearth("run", "smol", "hi").err
+        assert "`hearth explain r1` shows" in hearth("run", "smol", "hi").err
 
 
 @pytest.mark.parametrize("command", [("run", "smol", "hi"), ("chat", "smol")])
@@ -84,7 +84,7 @@ def test_who_may_not_name_the_directory_by_settings_is_told_how_to(
         shown = hearth(*command, "--set", f"service.data_dir={held.path}")
     assert shown.code == 2
     told = " ".join(shown.err.split())
-    assert f"leave it out and name its `--data-dir {held.path}`" in told
+    assert f"drop it and pass `--data-dir {held.path}`" in told
 
 
 @pytest.mark.parametrize("command", [("run", "./m", "hi"), ("chat", "./m"), ("show", "./m")])

@@ -95,7 +95,7 @@ def test_an_empty_data_directory_is_not_the_current_one(hearth: Hearth) -> None:
     shown = hearth("serve", "--data-dir", "")
     assert (shown.code, shown.err) == (
         2,
-        "hearth: `service.data_dir` must not be empty; give it a value, or leave it out\n",
+        "hearth: `service.data_dir` must not be empty; set a value or remove the key\n",
     )
 
 

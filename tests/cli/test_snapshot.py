@@ -49,7 +49,7 @@ def test_a_service_is_asked_to_make_one_and_make_may_be_left_out(
         shown = hearth("snapshot", *words, "--url", service.url)
         assert (shown.code, shown.err) == (0, "")
         assert shown.out == (
-            "made a snapshot of smol: 12.0 KiB in 2.5 s; its worker takes 310 MiB besides its pool\n"
+            "made a snapshot of smol: 12.0 KiB in 2.5 s; its worker uses 310 MiB outside the pool\n"
         )
     assert service.asked == [("POST", "/hearth/models/smol/snapshot", {})] * 2
     shown = hearth("snapshot", "smol", "--json", "--url", service.url)
@@ -184,7 +184,7 @@ def test_what_is_wrong_with_a_snapshot_is_a_word_in_the_list_and_named_by_verify
     assert str(snapshot) in note
     assert hearth("snapshot", "rm", "tiny", "--yes").code == 0
     assert not snapshot.parent.exists()
-    assert hearth("snapshot", "verify", "tiny").out == "there is no snapshot of tiny\n"
+    assert hearth("snapshot", "verify", "tiny").out == "no snapshot of tiny\n"
 
 
 def test_a_broken_key_is_named_by_the_doctor(hearth: Hearth, snapshot: Path) -> None:
@@ -220,7 +220,7 @@ def test_the_snapshots_of_an_adapter_are_those_of_its_base(
 def test_nothing_is_made_by_looking(hearth: Hearth, data_dir: Path) -> None:
     assert json.loads(hearth("snapshot", "ls", "--json").out) == []
     shown = hearth("snapshot", "verify")
-    assert (shown.code, shown.out) == (0, "there are no snapshots\n")
+    assert (shown.code, shown.out) == (0, "no snapshots\n")
     assert not data_dir.exists()
 
 

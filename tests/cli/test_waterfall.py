@@ -22,17 +22,17 @@ def test_bars_lie_on_one_axis_of_time() -> None:
         "decode                   ████████████████  500 ms",
         "         0                        1.000 s",
         "",
-        "what happened",
+        "events",
         "  0.0 ms  queued",
         "  1.0 ms  placed       on w0",
         "  500 ms  first_token",
         "",
         "bytes loaded",
-        "  device  286 MiB  were there already, 477 MiB had to come",
+        "  device  286 MiB  already there, 477 MiB had to be loaded",
         "  disk    477 MiB  in 250 ms, 2.00 GB/s",
         "",
-        "what each worker would have cost",
-        "  w0  425 ms: queue 0.0 ms, load 400 ms of 477 MiB, 25 ms as 50% of it is in use",
+        "estimated cost per worker",
+        "  w0  425 ms: queue 0.0 ms, load 400 ms of 477 MiB, 25 ms for 50% utilisation",
         "  w1  busy models fill it",
     ]
 
@@ -64,7 +64,7 @@ def test_a_request_that_never_ran_still_has_its_explanation() -> None:
 
 def test_a_load_for_which_nothing_had_to_come_says_so() -> None:
     lines = waterfall(replace(EXPLANATION, rungs=(), reused_bytes=3 << 30), 80)
-    assert "  device  3.0 GiB  were there already, 0 B had to come" in lines
+    assert "  device  3.0 GiB  already there, 0 B had to be loaded" in lines
 
 
 def test_a_load_onto_an_empty_device_tells_of_its_rungs_alone() -> None:
@@ -75,8 +75,8 @@ def test_a_load_onto_an_empty_device_tells_of_its_rungs_alone() -> None:
 def test_what_another_load_was_reading_had_to_come_too() -> None:
     lines = waterfall(replace(EXPLANATION, shared_bytes=1 << 30), 80)
     at = lines.index("bytes loaded")
-    assert lines[at + 1] == "  device  286 MiB  were there already, 1.5 GiB had to come"
-    assert lines[at + 3] == "  shared  1.0 GiB  that another load was reading"
+    assert lines[at + 1] == "  device  286 MiB  already there, 1.5 GiB had to be loaded"
+    assert lines[at + 3] == "  shared  1.0 GiB  read by another load"
 
 
 def test_preemptions_and_resumes_are_told() -> None:
@@ -97,10 +97,10 @@ def test_pauses_are_told_with_their_reason() -> None:
     spans = (*EXPLANATION.spans, TimelineSpan("paused", 0.6, 0.9, "its time was over"))
     paused = replace(EXPLANATION, why="turns", num_pauses=3, paused_s=0.3, num_late_tokens=2, spans=spans)
     lines = waterfall(paused, 80)
-    assert lines[1] == "on w0: busy models leave no room for it, so they take turns"
+    assert lines[1] == "on w0: busy models fill the memory, so they take turns"
     assert "paused 3 times for other models, 300 ms in all" in lines
-    assert "2 tokens came later than its pace" in lines
-    assert "1 token came later than its pace" in waterfall(replace(paused, num_late_tokens=1), 80)
+    assert "2 tokens later than its pace" in lines
+    assert "1 token later than its pace" in waterfall(replace(paused, num_late_tokens=1), 80)
     assert any(line.startswith("paused ") and line.endswith("300 ms  its time was over") for line in lines)
 
 
@@ -109,6 +109,6 @@ def test_a_request_shows_what_its_client_calls_it() -> None:
 
     assert waterfall(named, 80)[:3] == [
         "r1  smol  stop",
-        "its client calls it order-17",
+        "client request id order-17",
         "traceparent 00-ab-cd-01",
     ]

@@ -70,13 +70,16 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
             "[engine]\nmax_seq = 1\n",
             "unknown configuration key `engine.max_seq`; did you mean `engine.max_seqs`?",
         ),
-        ("max_seqs = 1\n", "`max_seqs` stands outside any section"),
+        ("max_seqs = 1\n", "`max_seqs` is outside any section"),
         ('[engine]\nmax_seqs = "8"\n', "`engine.max_seqs` must be of type int, given: '8' of type str"),
         ("[engine]\nmax_seqs = true\n", "`engine.max_seqs` must be of type int, given: True of type bool"),
         ("[engine]\nmax_seqs = 8.0\n", "`engine.max_seqs` must be of type int, given: 8.0 of type float"),
         ("[engine]\ngraphs = true\n", "`engine.graphs` must be one of 'lazy', 'start', 'off', given: True"),
-        ("[engine]\nmax_step = 0\n", "`engine.max_step` must be at least 0.001 s, given: 0; -1 is for ever"),
-        ('[engine]\nmax_step = "soon"\n', "`engine.max_step`: a duration is seconds, or numbers with ms, s"),
+        (
+            "[engine]\nmax_step = 0\n",
+            "`engine.max_step` must be at least 0.001 s, given: 0; -1 means forever",
+        ),
+        ('[engine]\nmax_step = "soon"\n', "`engine.max_step`: a duration is a number of seconds, or"),
         ("[engine]\nmax_seqs = 0\n", "`engine.max_seqs` must be at least 1, given: 0"),
         ("[engine]\nkv_bytes = -1\n", "`engine.kv_bytes` must be at least 1B, given: -1"),
         ("[store]\nhost_bytes = 1000\n", "`store.host_bytes` must be at least 16MiB, given: 1000"),
@@ -93,7 +96,7 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
         ("[service]\nport = 65536\n", "`service.port` must be at least 0 and at most 65535, given: 65536"),
         (
             "[service]\nkeep_alive = true\n",
-            "`service.keep_alive`: a duration is seconds, or numbers with ms, s",
+            "`service.keep_alive`: a duration is a number of seconds, or numbers with units (ms, s",
         ),
         ("[service]\ndrain_s = inf\n", "`service.drain_s` must be at least 0 and at most 86400, given: inf"),
         ("[service]\npace = 1001\n", "`service.pace` must be at least 0 and at most 1000, given: 1001"),
@@ -105,19 +108,19 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
             )
             for origin in ("chat.example", "null", "https://*.example", "https://a.example/chat", "file://")
         ],
-        ('[service]\nallowed_origins = "*"\n', "`service.allowed_origins` must be a list of texts"),
-        ('[service]\nhost = ""\n', "`service.host` must not be empty; give it a value, or leave it out"),
+        ('[service]\nallowed_origins = "*"\n', "`service.allowed_origins` must be a list of strings"),
+        ('[service]\nhost = ""\n', "`service.host` must not be empty; set a value or remove the key"),
         ("[service]\nidle_connection_s = 0\n", "must be at least 1 and at most 86400, given: 0"),
         ("[service]\nturns = 1\n", "`service.turns` must be of type bool, given: 1 of type int"),
         ("[models.x]\nmax_pause = 0.01\n", "`models.x.max_pause` must be at least 0.1 and at most 3600"),
-        ("[models]\nx = 1\n", "`models` holds a table per model, like [models.NAME]"),
+        ("[models]\nx = 1\n", "`models` needs one table per model, like [models.NAME]"),
         (
             "[models.x]\nkeep_live = 1\n",
             "unknown configuration key `models.x.keep_live`; did you mean `models.x.keep_alive`?",
         ),
         ("[models.x]\ncontext = 1\n", "`models.x.context` must be at least 2, given: 1"),
-        ('[models.x]\naliases = "y"\n', "`models.x.aliases` must be a list of texts"),
-        ('[models.x]\naliases = [""]\n', "`models.x.aliases` must be a list of texts"),
+        ('[models.x]\naliases = "y"\n', "`models.x.aliases` must be a list of strings"),
+        ('[models.x]\naliases = [""]\n', "`models.x.aliases` must be a list of strings"),
         ("[models.x]\nlatency_weight = 0\n", "`models.x.latency_weight` must be at least 0.001"),
         ("[models.qwen2.5]\npinned = true\n", 'a name with dots needs quotes: [models."qwen2.5"]'),
         (
@@ -179,7 +182,7 @@ def test_models_have_a_table_each_and_flags_reach_them_by_name(write: Callable[[
 
 @pytest.mark.parametrize("key", ["models.pinned", "models."])
 def test_a_flag_for_models_that_names_none_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=r"a table per model, like \[models.NAME\]"):
+    with pytest.raises(ConfigError, match=r"one table per model, like \[models.NAME\]"):
         load(None, {key: True})
 
 
@@ -302,7 +305,7 @@ def test_whole_durations_are_right_in_every_unit(count: int, unit: str) -> None:
     ["", "m", "5 minutes", "1e9", "5m-", "--1", "-", "5m3", True, None, [5], {}, math.nan, "nan", "inf"],
 )
 def test_what_is_no_duration_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"like 300, '5m', '1h30m'; -1 is for ever; given: "):
+    with pytest.raises(ConfigError, match=r"like 300, '5m' or '1h30m'; -1 means forever; given: "):
         parse_duration(value)
 
 

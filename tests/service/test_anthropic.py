@@ -153,7 +153,7 @@ def test_models_are_listed_with_their_aliases(client: anthropic.Anthropic) -> No
 
 
 @pytest.mark.client(
-    "anthropic", "images", refused="only blocks of type `text`, `tool_use` and `tool_result` are read"
+    "anthropic", "images", refused="only blocks of type `text`, `tool_use` and `tool_result` are supported"
 )
 def test_what_cannot_be_read_is_refused(client: anthropic.Anthropic, refusal: str) -> None:
     import anthropic

@@ -140,5 +140,5 @@ def test_the_result_of_a_tool_continues_a_stored_response(client: openai.OpenAI)
     assert again.output_text == answer.output_text
     assert client.responses.retrieve(asked.id) == asked
     client.responses.delete(asked.id)
-    with pytest.raises(openai.NotFoundError, match="no response is stored under"):
+    with pytest.raises(openai.NotFoundError, match="no stored response"):
         client.responses.create(model=MODEL, input="Hi", previous_response_id=asked.id)

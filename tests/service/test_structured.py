@@ -306,7 +306,7 @@ def test_text_that_spells_a_special_token_arrives_whole(client: openai.OpenAI) -
 @pytest.mark.client(
     "openai",
     "two guides at once",
-    refused="an output can be held to one form, given: `guided_regex`, `guided_choice`",
+    refused="an output can have one format, given: `guided_regex`, `guided_choice`",
 )
 def test_two_guides_at_once_are_refused(client: openai.OpenAI, refusal: str) -> None:
     with pytest.raises(openai.BadRequestError, match=refusal):

@@ -9,11 +9,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hearth.core.errors import BadPrompt, BadTokenizer
+from hearth.text import render_pool
 from hearth.text.chat_template import ChatTemplate, Json, Message
-from hearth.text.template_meter import Meter
 
 #: For templates that something else than time is to stop, however busy the machine is.
-AMPLE_S = 600.0
+AMPLE_S = 60.0
 
 CHATML = """\
 {% for message in messages %}
@@ -193,14 +193,18 @@ def test_several_templates_without_a_default_are_refused() -> None:
         ("a\n{% if %}", "line 2: Expected an expression"),
         ("{{ messages | shout }}", "No filter named 'shout'"),
         ("{% generation %}", "Unexpected end of template"),
-        ("{{ ('<!---->' * 60000) | striptags }}", "No filter named 'striptags'"),
         ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "RecursionError"),
         ("{% if a %}" * 99 + "{% endif %}" * 99, "too many statically nested blocks|IndentationError"),
     ],
 )
 def test_a_template_that_does_not_compile_is_the_models_fault(source: str, cause: str) -> None:
     with pytest.raises(BadTokenizer, match=f"`default` in the test does not compile: .*{cause}"):
-        template(source)
+        template(source).check()
+
+
+def test_a_template_that_does_not_compile_is_refused_when_it_renders_too() -> None:
+    with pytest.raises(BadTokenizer, match="`default` in the test does not compile: line 1"):
+        template("{% if %}").render(PLAIN)
 
 
 def test_what_a_template_refuses_is_the_requests_fault() -> None:
@@ -228,25 +232,12 @@ def test_messages_that_do_not_fit_the_template_are_the_requests_fault(source: st
     [
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
-        "{{ 'a'.encode() }}",
-        "{{ messages[0].copy() }}",
-        "{{ (1).to_bytes(4) }}",
+        "{{ cycler.__init__.__globals__.os.getcwd() }}",
     ],
 )
 def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
     with pytest.raises(BadTokenizer, match="the test leaves its sandbox"):
         template(source).render(PLAIN)
-
-
-def test_nothing_is_computed_while_a_template_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    spent: list[int] = []
-    monkeypatch.setattr(Meter, "spend", lambda self, num_chars: spent.append(num_chars))
-
-    chat = template("{{ 'aaaaaaaaaa'" + "|replace('a', 'aaaaaaaaaa')" * 3 + "|length }}")
-
-    assert spent == []
-    assert chat.render(PLAIN) == "10000"
-    assert sum(spent) > 10_000
 
 
 def test_what_a_template_says_as_it_refuses_is_cut() -> None:
@@ -271,19 +262,14 @@ def test_a_message_that_is_no_mapping_is_refused() -> None:
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro m(n) %}{% for i in range(9) %}{{ m(n - 1) if n }}{% endfor %}{% endmacro %}{{ m(30) }}",
-        "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}",
-        "{% for i in range(99999) recursive %}{% for j in range(99999) %}{{ j }}{% endfor %}{% endfor %}",
-        "{{ range(99999) | map('string') | map('replace', '1', '2') | join | length }}" * 99,
-        "{% for c in 'a' * 99999999 %}{% endfor %}",
-        "{% for c in 'a' recursive %}{{ loop('a' * 99999999) if loop.depth == 1 }}{% endfor %}",
-        "{{ ([1] * 9999999) | sort | length }}",
-        "{{ ([1] * 9999999) | unique | list | length }}",
-        "{{ ([1] * 9999999) | select | list | length }}",
+        "{{ 9 ** 99999999 }}",
+        "{% set x = 'a' * 200000 %}{{ x.strip('b' * 200000 ~ 'a') }}" * 99,
     ],
 )
 def test_a_template_that_takes_too_long_is_stopped(source: str) -> None:
-    with pytest.raises(BadTokenizer, match=r"the test was stopped: it takes longer than the limit: 0.05 s"):
-        template(source).render(PLAIN, limit_s=0.05)
+    chat = template(source)
+    with pytest.raises(BadTokenizer, match=r"the test was stopped: it takes longer than the limit: 0.2 s"):
+        chat.render(PLAIN, limit_s=0.2)
 
 
 @pytest.mark.parametrize(
@@ -291,50 +277,35 @@ def test_a_template_that_takes_too_long_is_stopped(source: str) -> None:
     [
         "{{ 'x' * 10**10 }}",
         "{{ [1] * 10**9 }}",
-        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}"
-        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = m(ns.x) %}{% endfor %}",
-        "{% set x = 'a' * 20000 %}{{ x.replace('a', x) }}",
-        "{% set x = 'a' * 20000 %}{{ x | replace('a', x) }}",
-        "{% set x = 'a' * 20000 %}{{ x.join(x) }}",
-        "{% set x = 'a' * 20000 %}{{ x | join(x) }}",
-        "{% set x = 'a\n' * 500000 %}{{ x | indent(1000) }}",
-        "{% set x = 'a' * 1000000 %}{% for i in range(1000) %}{{ x }}{% endfor %}",
-        "{% set x = 'a' * 1000000 %}{{ ([x] * 1000) | sort }}",
-        "{% set x = 'a' * 1000000 %}{{ ([x] * 1000) | map('upper') | list | length }}",
-        "{% set x = 'a' * 1000000 %}{{ ('{0}' * 1000).format(x) | length }}",
-        "{% set x = 'a' * 1000000 %}{{ ('%(x)s' * 1000) % {'x': x} }}",
-        "{% set x = 'ab ' * 30000000 %}{{ x.split() | length }}",
-        "{% set x = 'ab ' * 30000000 %}{{ x | title | length }}",
-        "{% set x = 'a' * 9000000 %}{% set y = x ~ 'b' %}{{ y in [x ~ 'c'] * 99999 }}",
-        "{% set x = 'a' * 9000000 %}{% set y = [" + "x[1:], " * 99 + "] %}",
+        "{% set n = namespace(x='a' * 10**8) %}{% for i in [1] * 9 %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{{ '%9999999999d' % 1 }}",
     ],
 )
-def test_a_template_that_makes_too_much_is_stopped_before_it_does(source: str) -> None:
-    with pytest.raises(BadTokenizer, match=r"it makes more text than the limit: 134217728 characters"):
+def test_a_template_that_needs_too_much_memory_is_stopped(source: str) -> None:
+    with pytest.raises(BadTokenizer, match=r"the test was stopped: it needs more memory than .*: 1024 MiB"):
         template(source).render(PLAIN, limit_s=AMPLE_S)
 
 
-@pytest.mark.parametrize(
-    ("source", "cause"),
-    [
-        ("{{ 9 ** 9999999 }}", "a number longer than the limit: 4096 bits"),
-        ("{{ 0x" + "f" * 2000 + " // 3 }}", "a number longer than the limit: 4096 bits"),
-        ("{{ ('1' * 999999) | int(base=2) }}", "a number longer than the limit: 1024 digits"),
-        ("{{ ('a' * 200000) | trim('b' * 200000 ~ 'a') }}", "more characters than the limit: 64"),
-        ("{{ ('a' * 200000).strip('b' * 200000 ~ 'a') }}", "more characters than the limit: 64"),
-        ("{{ [1, 2] | tojson(separators=('a' * 99999, ':')) }}", "more characters than the limit: 64"),
-        ("{{ '%99999999d' % 1 }}", "a width beyond the limit: 1000"),
-        ("{{ '%*d' % (99999999, 1) }}", "a width beyond the limit: 1000"),
-        ("{{ '{:99999999}'.format(1) }}", "a width beyond the limit: 1000"),
-        ("{{ '{:{w}}'.format(1, w=99999999) }}", "a width beyond the limit: 1000"),
-        ("{{ 'x'.ljust(99999999) }}", "leaves its sandbox: access to attribute 'ljust'"),
-    ],
-)
-def test_a_template_cannot_ask_for_huge_values(source: str, cause: str) -> None:
-    with pytest.raises(BadTokenizer, match=cause):
-        template(source).render(PLAIN, limit_s=AMPLE_S)
+def test_a_template_that_makes_too_much_text_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_pool, "MAX_REPLY_BYTES", 1 << 20)
+
+    with pytest.raises(BadTokenizer, match="it makes more text than the limit: 1 MiB"):
+        template("{{ 'x' * 2**20 }}").render(PLAIN, limit_s=AMPLE_S)
+
+
+def test_other_templates_render_after_one_was_stopped() -> None:
+    with pytest.raises(BadTokenizer, match="was stopped"):
+        template("{{ 9 ** 99999999 }}").render(PLAIN, limit_s=0.1)
+
+    assert template("{{ messages | length }}").render(PLAIN) == "3"
+
+
+def test_text_that_utf8_cannot_hold_is_refused() -> None:
+    with pytest.raises(BadPrompt, match=r"must be JSON: .* surrogates not allowed"):
+        template(CHATML).render([{"role": "user", "content": "\ud800"}])
+    with pytest.raises(BadPrompt, match="cannot render these messages: UnicodeEncodeError"):
+        template("{{ '\\ud800' }}").render(PLAIN)
+    assert template("a\ud800b").render(PLAIN) == "a?b"
 
 
 @pytest.mark.parametrize(
@@ -376,5 +347,5 @@ def test_a_template_cannot_ask_for_huge_values(source: str, cause: str) -> None:
         ("{{ 1 < 2 <= 2 }}{{ 'a' in 'cat' }}{{ 'a' not in ['b'] }}{{ 1 if 2 != 3 }}", "TrueTrueTrue1"),
     ],
 )
-def test_limits_do_not_change_what_templates_mean(source: str, text: str) -> None:
+def test_templates_mean_what_they_mean_to_transformers(source: str, text: str) -> None:
     assert template(source).render(PLAIN) == text

@@ -1,8 +1,4 @@
-"""Hearth's own routes: what is deployed and running, deploying and removing, health and metrics.
-
-They lie under `/hearth`, away from `/api`, where clients of Ollama expect Ollama's format; probes
-and `/metrics` lie where scrapers look for them. Answers no prompts, as dialects do.
-"""
+"""Hearth's own routes under `/hearth`, and the probes and `/metrics`."""
 
 from __future__ import annotations
 
@@ -42,19 +38,19 @@ _EVENTS: dict[int | str, dict[str, object]] = {
 
 class DeployBody(OwnBody):
     source: Text = Field(
-        min_length=1, max_length=4096, description="A directory, a GGUF file, hf:ORG/NAME, or a URL."
+        min_length=1, max_length=4096, description="Directory, GGUF file, hf:ORG/NAME, or URL."
     )
-    name: Text | None = Field(None, max_length=128, description="Without one, it is derived from the source.")
+    name: Text | None = Field(None, max_length=128, description="Default: derived from the source.")
     dtype: Text = Field("auto", max_length=32)
     quant: Text = Field("none", max_length=32)
-    overwrite: bool = Field(False, description="Replace a model of that name.")
+    overwrite: bool = Field(False, description="Replace the model of that name.")
     base: Text | None = Field(
-        None, max_length=128, description="The deployed model that the source is a LoRA adapter of."
+        None, max_length=128, description="Deploy the source as a LoRA adapter of this model."
     )
 
 
 class UnloadBody(OwnBody):
-    free: bool = Field(False, description="Drop it from memory, instead of merely allowing that.")
+    free: bool = Field(False, description="Free its memory now, not when needed.")
 
 
 def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
@@ -66,36 +62,36 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
 
     @routes.get("/{name:path}", summary="Show a deployed model")
     async def show_model(name: str, request: Request, look: bool = False) -> Response:
-        """With `look`, what it was deployed from is asked whether it has changed; that may take seconds.
+        """With `look`, its source is checked for changes, which may take seconds.
 
-        An answer that is less than 30 s old is used again, unless the caller's key is an admin's.
+        The result is cached for 30 s, except for admin keys.
         """
         return as_json(await gateway.deployments.show(name, caller_of(request), look=look))
 
     @routes.post("", summary="Deploy a model or a LoRA adapter", responses=_EVENTS)
     async def deploy(body: DeployBody, request: Request) -> Response:
-        """Answers with progress as events; with `Accept: application/json` it waits and shows the model."""
+        """Streams progress as events; with `Accept: application/json` it waits and returns the model."""
         events = gateway.deploy(body.source, body.name, body.dtype, body.quant, body.overwrite, body.base)
         return ProgressResponse(events, "model", request, heartbeat_s)
 
     @routes.delete("/{name:path}", summary="Remove a model or an adapter")
     async def remove(name: str, with_adapters: bool = False) -> Response:
-        """A model that has adapters is removed only `with_adapters`; else the answer, 409, names them."""
+        """A model with adapters is removed only `with_adapters`; otherwise the status is 409."""
         await gateway.deployments.remove(name, with_adapters=with_adapters)
         return as_json({"removed": name})
 
     @routes.post("/{name:path}/snapshot", summary="Make a snapshot of a model", responses=_EVENTS)
     async def make_snapshot(name: str, request: Request) -> Response:
-        """Asks the model for a token, so that it is loaded, and measures it when nobody has requests.
+        """Loads the model and measures it once its worker is idle.
 
-        Answers with progress as events; with `Accept: application/json` it waits and shows the snapshot.
+        Streams progress as events; with `Accept: application/json` it waits and returns the snapshot.
         """
         events = gateway.make_snapshot(name, caller_of(request))
         return ProgressResponse(events, "snapshot", request, heartbeat_s)
 
-    @routes.post("/{name:path}/unload", summary="Let a model go from device memory")
+    @routes.post("/{name:path}/unload", summary="Let a model be evicted")
     async def unload(name: str, body: UnloadBody) -> Response:
-        """Answers with the memory that the model has, and what of it stays in host memory."""
+        """Returns the memory of the model, and what stays in host memory."""
         return as_json(await gateway.unload(name, body.free))
 
     return routes
@@ -106,8 +102,8 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get(
         "/health",
-        summary="Whether requests are taken",
-        responses={503: {"description": "No: it is starting, failing (no worker comes up) or draining."}},
+        summary="Whether requests are accepted",
+        responses={503: {"description": "Starting, failing (no worker starts) or draining."}},
     )
     async def health() -> Response:
         view = gateway.views.health()
@@ -117,15 +113,15 @@ def service_routes(gateway: Gateway) -> APIRouter:
     async def metrics() -> Response:
         return Response(await gateway.views.measure(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    @routes.get("/livez", summary="Whether the process answers")
+    @routes.get("/livez", summary="Whether the process responds")
     async def live() -> Response:
-        """For a probe that restarts the process; of workers, which the service restarts, see `/readyz`."""
+        """For liveness probes; it does not depend on workers, which the service restarts itself."""
         return as_json({"status": "ok"})
 
     @routes.get(
         "/readyz",
         summary="Whether requests should be sent here",
-        responses={503: {"description": "No: it is starting, failing (no worker comes up) or draining."}},
+        responses={503: {"description": "Starting, failing (no worker starts) or draining."}},
     )
     async def ready() -> Response:
         status = gateway.views.health().status
@@ -136,28 +132,26 @@ def service_routes(gateway: Gateway) -> APIRouter:
     async def version() -> Response:
         return as_json({"version": hearth_version()})
 
-    @routes.get("/hearth/ps", summary="What is resident and running where")
+    @routes.get("/hearth/ps", summary="Workers, their memory and loaded models")
     async def ps() -> Response:
         return as_json(await gateway.views.look())
 
-    @routes.get("/hearth/requests/{request_id:path}", summary="What happened to a request, and why")
+    @routes.get("/hearth/requests/{request_id:path}", summary="Explain where the time of a request went")
     async def explain(request_id: str, request: Request) -> Response:
-        """Explain a request by its id, by that of its answer, or by the `x-request-id` that its client sent.
-
-        Of several that were sent with one id it is the last. One that a key of another group has sent is
-        unknown, unless the caller's key is a monitor's.
+        """Takes the id of a request or answer, or the `x-request-id` that the client sent (the last such
+        request). Requests of other groups are unknown, except for monitor keys.
         """
         caller = caller_of(request)
         plain = request_id
         for prefix in (CHAT.id_prefix, COMPLETION.id_prefix, ID_PREFIX, MESSAGE_PREFIX):
             plain = plain.removeprefix(prefix)
         explanation = gateway.views.explain(plain, caller)
-        if explanation is None and plain != request_id:  # a client's own id may begin like that, too
+        if explanation is None and plain != request_id:  # a client's own id may have such a prefix
             explanation = gateway.views.explain(request_id, caller)
         if explanation is None:
             raise UnknownRequest(
-                f"no request has the id `{request_id:.80}`, or it is too long ago; "
-                "an answer has its own in the header `x-hearth-request-id`"
+                f"no request has the id `{request_id:.80}`, or it was too long ago; "
+                "the header `x-hearth-request-id` of a response has its id"
             )
         return as_json(explanation)
 
@@ -165,14 +159,14 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
 
 class ProgressResponse(Response):
-    """The HTTP response to an order that takes its time: progress as events, or the result at the end."""
+    """The response to a long operation: progress as events, or the result at the end."""
 
     def __init__(
         self, events: AsyncIterator[dict[str, object]], result: str, request: Request, heartbeat_s: float
     ) -> None:
-        """`result`: the field of the last event that a client gets who asks for plain JSON."""
+        """`result`: the field of the last event that is returned as plain JSON."""
         super().__init__()
-        assert isinstance(events, AsyncGenerator), f"it must be possible to call it off: {type(events)}"
+        assert isinstance(events, AsyncGenerator), f"must be closable: {type(events)}"
         self._events, self._result, self._heartbeat_s = events, result, heartbeat_s
         self._is_whole = request.headers.get("accept", "").startswith("application/json")
 
@@ -180,7 +174,7 @@ class ProgressResponse(Response):
         work = self._wait(scope, receive, send) if self._is_whole else self._stream(send)
         try:
             await unless_gone(receive, work)
-        except ConfigError as error:  # the service's own settings are right; this model does not go with them
+        except ConfigError as error:  # the service's own settings are valid; this model conflicts with them
             raise RequestError(str(error)) from error
 
     async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,7 +185,7 @@ class ProgressResponse(Response):
         await as_json(result)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """Send progress as events; what fails before the first has its own status, as in `Answer`."""
+        """Send progress as events; failures before the first have their own status, as in `Answer`."""
         is_started = False
 
         async def write(data: bytes, more: bool = True) -> None:
@@ -223,7 +217,7 @@ def _event(data: bytes) -> bytes:
 async def _paused(
     events: AsyncIterator[dict[str, object]], pause_s: float
 ) -> AsyncGenerator[dict[str, object] | None, None]:
-    """Yield the events, and None whenever there was none for `pause_s`."""
+    """Yield the events, and None after every `pause_s` without one."""
     while True:
         coming = asyncio.ensure_future(anext(events, None))
         try:

@@ -1,7 +1,7 @@
-"""The HTTP response that answers a prompt, as a stream or in one. Decides nothing of generation.
+"""The HTTP response that answers a prompt, as a stream or whole.
 
-All of it happens in `__call__`, so that whatever ends an answer, a client that went away included, closes its
-streams in one place. Nothing is sent before the first token: what fails until then has its own status.
+Everything happens in `__call__`, so that streams are closed in one place, also when the client disconnects.
+Nothing is sent before the first token, so that earlier failures have their own status.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ if TYPE_CHECKING:
 #: A comment among server-sent events, and their content type.
 WAITING = b": waiting\n\n"
 SSE_TYPE = "text/event-stream; charset=utf-8"
-#: Longer prompts are turned back into text away from the event loop.
+#: Longer prompts are decoded off the event loop.
 MANY_TOKENS = 256
-#: More that was read of prompts is spelt there, too.
+#: Larger prompt logprobs and embeddings are formatted off the event loop.
 MANY_BYTES = 64 << 10
-#: Requests of one answer that are on their way at once; others wait here, and take nobody's place in line.
+#: Concurrent requests of one answer; the others wait here and do not fill the queue.
 MAX_STARTED = 256
-#: Nobody on the way keeps a stream, or waits until there is more of it.
+#: Proxies must neither cache nor buffer a stream.
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class Answer(Response):
-    """Submits the requests of one answer and sends what comes of them."""
-
     def __init__(self, gateway: Gateway, spec: AnswerSpec, caller: Caller, heartbeat_s: float) -> None:
         super().__init__()
         self._gateway = gateway
@@ -79,7 +77,7 @@ class Answer(Response):
                 stream.close()
 
     async def _prepare(self, admission: KeyAdmission) -> list[PreparedRequest]:
-        """Return all requests, charged for. A prompt is tokenised, and read, once for all its answers."""
+        """Return all requests, admitted. A prompt is tokenised and scored once for all its answers."""
         num_answers = self._spec.num_answers
         prompt: list[int] | None = None
         prepared = []
@@ -99,19 +97,19 @@ class Answer(Response):
 
     @contextmanager
     def _located(self, index: int) -> Iterator[None]:
-        """Have a prompt that is refused named by its place, where there are several."""
+        """Add the index of a refused prompt to its error, if there are several."""
         try:
             yield
         except (BadPrompt, PromptTooLong) as error:
             num_prompts = len(self._spec.requests) // self._spec.num_answers
             if num_prompts == 1:
                 raise
-            raise type(error)(f"of {num_prompts} prompts, that at index {index}: {error}") from error
+            raise type(error)(f"prompt {index} of {num_prompts}: {error}") from error
 
     def _start(
         self, prepared: Sequence[PreparedRequest], streams: list[AnswerStream], exchange: Exchange
     ) -> None:
-        """Start requests and add to `streams`, which then need to be closed."""
+        """Start requests and append to `streams`, which the caller closes."""
         for one in prepared:
             stream = self._gateway.start(one, exchange.correlation)
             streams.append(stream)
@@ -131,13 +129,13 @@ class Answer(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async def relay(index: int, stream: AnswerStream) -> bytes:
-            """Send what comes of a stream, and return what is last: that of an only one ends the answer."""
+            """Send the events of a stream, except the last ones, which are returned."""
             deltas = first_deltas if stream is streams[0] else await stream.next(self._heartbeat_s)
             while True:
                 pieces = events.write(index, deltas) if deltas else dialect.waiting
                 if deltas and deltas[-1].finish_reason is not None:
                     return pieces
-                # Tokens may be held back for long, as those of a call are until it is whole.
+                # The tokens of a tool call are held back until it is complete.
                 is_silent = loop.time() - written_s >= self._heartbeat_s
                 await write(pieces or (dialect.waiting if is_silent else b""))
                 deltas = await stream.next(self._heartbeat_s)
@@ -169,7 +167,7 @@ class Answer(Response):
     async def _whole(
         self, prepared: Sequence[PreparedRequest], streams: list[AnswerStream], exchange: Exchange
     ) -> bytes:
-        """Start the requests, no more at once than anybody should have, and return the answer in one."""
+        """Start at most `MAX_STARTED` requests at a time and return the whole answer."""
         self._start(prepared[:MAX_STARTED], streams, exchange)
         choices: list[Choice] = []
         echoes = await self._echoes(streams)
@@ -188,7 +186,7 @@ class Answer(Response):
         return await asyncio.to_thread(spell) if num_bytes > MANY_BYTES else spell()
 
     async def _echoes(self, streams: Sequence[AnswerStream]) -> list[str]:
-        """Return the prompt that each choice begins with; empty where no echo is asked for."""
+        """Return the echoed prompt of each choice; empty without `echo`."""
         if not self._spec.is_echo:
             return [""] * len(self._spec.requests)
         echoes: list[str] = []
@@ -204,12 +202,12 @@ class Answer(Response):
 
 
 def _spell(whole: object) -> bytes:
-    """Return an answer as JSON; what is a function in it is called when its turn comes."""
+    """Encode an answer as JSON, calling the functions in it."""
     return msgspec.json.encode(whole, enc_hook=lambda later: later())
 
 
 async def unless_gone(receive: Receive, work: Coroutine[object, object, None]) -> None:
-    """Carry out `work`; call it off when the client has disconnected. The body must have been read."""
+    """Run `work`; cancel it when the client disconnects. The body must have been read."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)

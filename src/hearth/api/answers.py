@@ -1,4 +1,4 @@
-"""Answers to prompts, for the routes of every dialect: one way from body to response. Spells nothing."""
+"""Turns the bodies of all dialects into responses."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ from hearth.core.errors import Forbidden
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
 
-#: For the API's description: an answer is JSON, or with `stream` a row of events.
+#: For the OpenAPI document.
 STREAM_OR_JSON: dict[int | str, dict[str, object]] = {
     200: {"description": "The answer.", "content": {"application/json": {}, "text/event-stream": {}}}
 }
-#: Of a route whose class of responses is `Response`: any other would be documented, too.
+#: For routes with `response_class=Response`; FastAPI would document any other class as well.
 PLAIN_TEXT: dict[int | str, dict[str, object]] = {
     200: {"description": "The answer.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 }
 
 
 class Answers:
-    """Makes the response to a body in whose dialect it is to be spelt."""
-
     def __init__(self, gateway: Gateway, heartbeat_s: float) -> None:
-        """Let a stream that has had nothing to send for `heartbeat_s` send something that means nothing."""
+        """After `heartbeat_s` of silence a stream sends a keep-alive."""
         self._gateway = gateway
         self._heartbeat_s = heartbeat_s
 
@@ -50,13 +48,10 @@ class Answers:
         ignored_fields: tuple[str, ...] | None = None,
         follows: Sequence[int] = (),
     ) -> Answer:
-        """Return the response that continues a text.
+        """Return the response that continues a text. Raises HearthError.
 
-        `ignored_fields`: those of the client's own body, where `body` is a translation of it. `follows`: the
-        tokens of an earlier conversation that this one stands behind.
-
-        Raises:
-            HearthError: the body is wrong, or its caller may not ask for that.
+        `ignored_fields`: those of the client's own body, if `body` is a translation of it. `follows`: tokens
+        of an earlier conversation that come before the prompt.
         """
         _check_pin(body, request)
         return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields, follows)
@@ -69,7 +64,7 @@ class Answers:
         ignored_fields: tuple[str, ...] | None = None,
         follows: Sequence[int] = (),
     ) -> Answer:
-        """Return the response that answers a conversation; the rest is as in `completion`."""
+        """Like `completion`, for a conversation."""
         _check_pin(body, request)
         caller = caller_of(request)
         tokenizer = await self._gateway.prompts.tokenizer(body.model, caller) if body.uses_tools else None
@@ -83,12 +78,12 @@ class Answers:
         request: Request,
         ignored_fields: tuple[str, ...] | None = None,
     ) -> Answer:
-        """Return the response that has the embeddings of texts; the rest is as in `completion`."""
+        """Like `completion`, for embeddings."""
         _check_pin(body, request)
         return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields)
 
     def count_ignored(self, names: tuple[str, ...]) -> dict[str, str]:
-        """Count fields of a request that nothing reads. Returns the header that tells the client of them."""
+        """Count ignored fields of a request; returns the header that lists them."""
         self._gateway.count_ignored_fields(metric_labels(names))
         return ignored_fields_header(names)
 
@@ -109,9 +104,9 @@ class Answers:
 
 
 def _check_pin(body: ModelBody, request: Request) -> None:
-    """Refuse a pin by anybody but an admin: a pinned model takes its room from everybody."""
+    """Only admins may pin: a pinned model takes memory from all others."""
     if body.keep_alive_s() == math.inf and not caller_of(request).has_role("admin"):
         raise Forbidden(
-            "`keep_alive` below 0 pins the model, which needs a key with the role `admin`; give a duration "
-            'like "30m", or have the model pinned in the configuration: `models.NAME.pinned`'
+            "`keep_alive` below 0 pins the model, which needs a key with the role `admin`; send a duration "
+            'like "30m", or pin the model in the configuration: `models.NAME.pinned`'
         )

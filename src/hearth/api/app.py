@@ -1,4 +1,4 @@
-"""The HTTP API put together. Starts no server."""
+"""Assembles the HTTP API."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
-    """The configuration of the API."""
-
     max_body_bytes: int
-    stream_heartbeat_s: float  #: a stream that has had nothing to send for so long sends a comment
-    response_store_bytes: int  #: of all responses that are stored at a time; 0: none is
-    allowed_origins: tuple[str, ...] = ()  #: of web pages that may ask from a browser
+    stream_heartbeat_s: float  #: after this silence, a stream sends a comment
+    response_store_bytes: int  #: for stored responses; 0: none are stored
+    allowed_origins: tuple[str, ...] = ()  #: CORS
 
 
 def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
@@ -45,7 +43,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         version=hearth_version(),
         description="Many language models behind one endpoint that speaks OpenAI's, Anthropic's "
         "and Ollama's APIs.",
-        # Its pages would load scripts from elsewhere, with the rights of this origin.
+        # These pages would load scripts from other sites, with the rights of this origin.
         docs_url=None,
         redoc_url=None,
         responses=error_responses(ErrorBody),

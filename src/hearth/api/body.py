@@ -1,8 +1,7 @@
-"""The fields that the bodies of chat and plain completions share, with types and ranges of OpenAI's API.
+"""The fields that all bodies share, with the types and ranges of OpenAI's API.
 
-Fields that nobody here knows are accepted unless they would change the answer: see `unread_fields.py`. Every
-list stops at its first fault: to find all of them in a large body would take the event loop seconds. Starts
-nothing.
+Unknown fields are accepted unless they would change the answer: see `unread_fields.py`. Validation of a list
+stops at its first fault: finding all faults of a large body could take seconds.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ from hearth.core.errors import BadGuide, BadSampling, ConfigError
 from hearth.core.types import MAX_LOGPROBS, MAX_PENALTY, MIN_PENALTY, GuideSpec, SamplingParams
 from hearth.text.grammar import choice_grammar
 
-#: The largest integer that fits the wire and the device.
+#: The largest integer on the wire and on the device.
 MAX_INT = 2**31 - 1
-#: The most tokens whose logits one request may change.
 MAX_BIASES = 1024
-#: The most stop strings of one request, and the most characters of all of them together.
+#: Stop strings of one request, and their characters in total.
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-#: The most texts of which an output may be one, and the most characters of each.
+#: Alternatives of a guided choice, and characters of each.
 MAX_CHOICES, MAX_CHOICE_CHARS = 1024, 1024
-#: The most characters of a regular expression or grammar that an output is held to.
+#: Characters of a regular expression or grammar.
 MAX_GRAMMAR_CHARS = 16_384
 
 
@@ -47,28 +45,25 @@ def _whole_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("text must be what UTF-8 can hold; send no lone surrogates") from error
+        raise ValueError("text must be valid Unicode; send no lone surrogates") from error
     return text
 
 
 def _few_biases(bias_by_token: object) -> object:
-    """Refuse too many biases before any is looked at: the check of a mapping goes on after a fault."""
+    """Check the number first: pydantic validates a whole mapping even after a fault."""
     if isinstance(bias_by_token, dict) and len(bias_by_token) > MAX_BIASES:
-        raise ValueError(f"at most {MAX_BIASES} tokens can have one, given: {len(bias_by_token)}")
+        raise ValueError(f"at most {MAX_BIASES} tokens can have a bias, given: {len(bias_by_token)}")
     return bias_by_token
 
 
 def _few_stops(stops: object) -> object:
-    """Refuse too much to look for; each stop string alone is checked as a field is."""
     if isinstance(stops, list):
         if len(stops) > MAX_STOPS:
-            raise ValueError(
-                f"at most {MAX_STOPS} stop strings are looked for, given: {len(stops)}; send fewer"
-            )
+            raise ValueError(f"at most {MAX_STOPS} stop strings are allowed, given: {len(stops)}; send fewer")
         num_chars = sum(len(stop) for stop in stops if isinstance(stop, str))
         if num_chars > MAX_STOP_CHARS:
             raise ValueError(
-                f"all stop strings together may have {MAX_STOP_CHARS} characters, given: {num_chars}; "
+                f"stop strings may have {MAX_STOP_CHARS} characters in total, given: {num_chars}; "
                 "shorten them or send fewer"
             )
     return stops
@@ -95,7 +90,7 @@ Stops = Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)] | None, Be
 
 
 class Strict(BaseModel):
-    """A part of a body: no text where a number is due; unknown fields are let through, save `unsupported`."""
+    """A part of a body: strict types; unknown fields are accepted, except those of `unsupported`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = {}
@@ -106,31 +101,31 @@ class Strict(BaseModel):
             return self
         if (name := refused(self.model_extra, self.unsupported, self.value_of)) is not None:
             instead = self.unsupported[name].instead
-            raise _refusal(name, f"is not supported, and it would change the answer; {instead}")
+            raise _refusal(name, f"is not supported and would change the answer; {instead}")
         return self
 
     def value_of(self, name: str) -> object:
-        """Return what a field that is read has the request done; None: nothing, or no such field is read."""
+        """Return the effective value of a field; None: not set, or no such field."""
         return getattr(self, name, None)
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """The fields that nothing reads: one more than are told at most, if there are that many."""
+        """The ignored fields, cut after one more than are reported."""
         return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
 
     def _ignored_fields(self) -> Iterator[str]:
-        """Yield the names of all fields that nothing reads, those of parts included."""
+        """Yield the names of all ignored fields, those of parts included."""
         yield from self.ignored("")
 
     def ignored(self, prefix: str) -> Iterator[str]:
-        """Yield the names of the fields that nothing reads, behind `prefix`; null asks for nothing."""
+        """Yield the names of ignored fields that are not null, with `prefix`."""
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in self.unsupported:
                 yield prefix + name
 
 
 class OwnBody(Strict):
-    """A body of Hearth's own routes: no client sends fields of another server there, so all must be known."""
+    """A body of Hearth's own routes, where unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -143,26 +138,26 @@ class OwnBody(Strict):
             known = ", ".join(f"`{name}`" for name in cls.model_fields)
             raise _refusal(
                 unknown[0],
-                "is not known; " + (f"did you mean `{nearest[0]}`?" if nearest else f"known are: {known}"),
+                "is unknown; " + (f"did you mean `{nearest[0]}`?" if nearest else f"valid: {known}"),
             )
         return body
 
 
 def _refusal(field: str, reason: str) -> PydanticCustomError:
-    """Return pydantic's error for a field; pydantic itself cannot hold half characters."""
+    """Return pydantic's error for a field, without lone surrogates, which pydantic cannot hold."""
     whole = field.encode(errors="replace").decode()
     return PydanticCustomError(REFUSED_FIELD, "{reason}", {"field": whole, "reason": reason})
 
 
 class StreamOptions(Strict):
-    include_usage: bool | None = Field(None, description="Send a last chunk that counts the tokens.")
+    include_usage: bool | None = Field(None, description="Send a last chunk with the token counts.")
 
 
 class JsonSchema(Strict):
     name: str | None = None
     description: str | None = None
-    strict: bool | None = Field(None, description="Accepted; the schema is always kept.")
-    schema_: dict[str, object] = Field(alias="schema", description="The schema that the output is held to.")
+    strict: bool | None = Field(None, description="Accepted; the schema is always enforced.")
+    schema_: dict[str, object] = Field(alias="schema", description="The JSON schema of the output.")
 
 
 class ResponseFormat(Strict):
@@ -173,36 +168,36 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """A form of the output, as vLLM has it: one of these."""
+    """The format of the output, as in vLLM: one of these."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = STRUCTURED_OUTPUTS
 
     json_: GuideJson | None = Field(None, alias="json", description="A JSON schema.")
-    regex: GuideText | None = Field(None, description="A regular expression that matches all of the output.")
-    choice: GuideChoice | None = Field(None, description="Texts of which the output is one.")
+    regex: GuideText | None = Field(None, description="A regular expression for the whole output.")
+    choice: GuideChoice | None = Field(None, description="The output is one of these texts.")
     grammar: GuideText | None = Field(None, description="A grammar, in Lark or GBNF.")
     json_object: bool | None = Field(None, description="Any JSON object.")
 
 
 class ModelBody(Strict):
-    """The fields of all that is asked of a model: of which one, and how urgently."""
+    """The fields of every request to a model."""
 
     model: ModelName = Field(description="The name or an alias of a deployed model.")
     user: str | None = Field(None, description="Accepted and not used.")
     keep_alive: float | Text | None = Field(
-        None, description='How long the model stays warm after this: seconds, "5m", 0, or -1 for ever.'
+        None, description='How long the model stays loaded when idle: seconds, "5m", 0, or -1 for forever.'
     )
     first_token_target: float | None = Field(
         None,
         ge=TARGET_LIMITS.low,
         le=TARGET_LIMITS.high,
         allow_inf_nan=False,
-        description="Seconds until the first token is due, where models have to take turns.",
+        description="Target for the time to first token in seconds, when models take turns.",
     )
     service_tier: Literal["auto", "default", "flex", "batch", "scale", "priority"] | None = Field(
         None,
-        description="`flex` or `batch`: nobody reads along, so the request has no pace and gives way to "
-        "others for its first 30 s. All others: as the key's class of service has it.",
+        description="`flex` or `batch`: not interactive, so the request has no pace and lower priority for "
+        "its first 30 s. Others: by the service class of the key.",
     )
 
     @property
@@ -219,14 +214,14 @@ class ModelBody(Strict):
 
 
 class GenerationBody(ModelBody):
-    """The fields of every endpoint that generates: how to sample."""
+    """The sampling fields of every endpoint that generates."""
 
-    stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
-    temperature: Temperature | None = Field(None, description="0 is greedy.")
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
+    temperature: Temperature | None = Field(None, description="0: greedy.")
     top_p: TopP | None = None
     stop: Stops = Field(
         None,
-        description=f"Up to {MAX_STOPS} texts at which the answer ends; {MAX_STOP_CHARS} characters in all.",
+        description=f"Up to {MAX_STOPS} texts that end the answer, {MAX_STOP_CHARS} characters in total.",
     )
     seed: Seed | None = Field(None, description="The same seed and parameters give the same answer.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
@@ -234,16 +229,16 @@ class GenerationBody(ModelBody):
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None,
         BeforeValidator(_few_biases),
-    ] = Field(None, description="What to add to the logits of up to 1024 tokens, by token id.")
+    ] = Field(None, description="Added to the logits of up to 1024 tokens, by token id.")
     pace: float | None = Field(
         None,
         ge=PACE_LIMITS.low,
         le=PACE_LIMITS.high,
         allow_inf_nan=False,
-        description="Tokens per second that are due after the first, where models have to take turns; what "
-        "comes sooner is slack. 0: nobody reads along, so others may go first.",
+        description="Target for tokens per second after the first, when models take turns. 0: not "
+        "interactive, lower priority.",
     )
-    # As vLLM has them.
+    # As in vLLM.
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: RepetitionPenalty | None = None
@@ -256,35 +251,41 @@ class GenerationBody(ModelBody):
 
 
 class Body(GenerationBody):
-    """The fields of chat and of plain completions alone."""
+    """The fields of chat and plain completions."""
 
-    default_max_tokens: ClassVar[int | None] = None  #: None: to the end of the context
+    default_max_tokens: ClassVar[int | None] = None  #: None: until the context is full
 
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
+    n: int | None = Field(None, ge=1, le=128, description="Number of answers.")
     max_tokens: MaxTokens | None = Field(
         None,
-        description="The most tokens to generate; without, 16 in plain completions, in chat all that fit.",
+        description="Maximum tokens to generate; default: 16 in plain completions, all that fit in chat.",
     )
     max_completion_tokens: MaxTokens | None = Field(
-        None, description="The newer name of `max_tokens`, and stronger where both are set."
+        None, description="The newer name of `max_tokens`; wins if both are set."
     )
-    response_format: ResponseFormat | None = Field(None, description="What the output is held to.")
+    response_format: ResponseFormat | None = Field(None, description="The format of the output.")
     prompt_logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="Tell the logprob of each token of the prompt, and of so many of the likeliest ones.",
+        description="Return the logprob of each prompt token, and this many of the likeliest tokens.",
     )
-    structured_outputs: StructuredOutputs | None = Field(None, description="What the output is held to.")
-    guided_json: GuideJson | None = Field(None, description="`structured_outputs.json`, by its older name.")
-    guided_regex: GuideText | None = Field(None, description="Likewise for `regex`.")
-    guided_choice: GuideChoice | None = Field(None, description="Likewise for `choice`.")
-    guided_grammar: GuideText | None = Field(None, description="Likewise for `grammar`.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="The format of the output.")
+    guided_json: GuideJson | None = Field(None, description="The older name of `structured_outputs.json`.")
+    guided_regex: GuideText | None = Field(None, description="The older name of `structured_outputs.regex`.")
+    guided_choice: GuideChoice | None = Field(
+        None, description="The older name of `structured_outputs.choice`."
+    )
+    guided_grammar: GuideText | None = Field(
+        None, description="The older name of `structured_outputs.grammar`."
+    )
 
     def sampling(self, logprobs: int | None) -> SamplingParams:
         if self.stream and self.prompt_logprobs is not None:
-            raise BadSampling("`prompt_logprobs` come in one, not in a stream; leave out one or the other")
+            raise BadSampling(
+                "`prompt_logprobs` cannot be streamed; remove one of `stream` and `prompt_logprobs`"
+            )
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **given, max_tokens=self.token_limit, logprobs=logprobs, logit_bias=_bias(self.logit_bias)
@@ -292,7 +293,7 @@ class Body(GenerationBody):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens that an answer may have; None: as many as the context holds."""
+        """None: until the context is full."""
         limits = (self.max_completion_tokens, self.max_tokens, self.default_max_tokens)
         return next((limit for limit in limits if limit is not None), None)
 
@@ -319,25 +320,32 @@ class Body(GenerationBody):
             yield from self.structured_outputs.ignored("structured_outputs.")
 
     def guide(self) -> GuideSpec | None:
-        """Return the form that the output is held to; None: any.
+        """Return the required format of the output; None: any.
 
-        Raises:
-            BadSampling: several forms are asked for, or `response_format` contradicts itself.
+        Raises BadSampling if several formats are given, or `response_format` contradicts itself.
         """
         guides = _guides(
-            *("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+            "guided_",
+            schema=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
         )
         if (newer := self.structured_outputs) is not None:
             guides |= _guides(
-                *("structured_outputs.", newer.json_, newer.regex, newer.choice, newer.grammar),
+                "structured_outputs.",
+                schema=newer.json_,
+                regex=newer.regex,
+                choice=newer.choice,
+                grammar=newer.grammar,
                 is_object=newer.json_object,
             )
         if (by_format := self._format_guide()) is not None:
             guides["response_format"] = by_format
         if len(guides) > 1:
             raise BadSampling(
-                f"an output can be held to one form, given: {', '.join(f'`{name}`' for name in guides)}; "
-                "leave all but one out"
+                f"an output can have one format, given: {', '.join(f'`{name}`' for name in guides)}; "
+                "remove all but one"
             )
         return next(iter(guides.values()), None)
 
@@ -346,7 +354,7 @@ class Body(GenerationBody):
             case ResponseFormat(type="text" | "json_object", json_schema=JsonSchema()):
                 raise BadSampling(
                     f"`response_format` of type `{self.response_format.type}` takes no `json_schema`; use "
-                    "the type `json_schema`, or leave the schema out"
+                    "the type `json_schema`, or remove the schema"
                 )
             case None | ResponseFormat(type="text"):
                 return None
@@ -361,16 +369,29 @@ class Body(GenerationBody):
         raise AssertionError(f"unknown response format: {self.response_format!r}")
 
 
-#: Fields that `SamplingParams` spells alike.
+#: Fields of the same name in `SamplingParams`.
 _SAMPLING = (
-    *("temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
-    *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
-    *("skip_special_tokens", "allowed_token_ids", "prompt_logprobs"),
+    "temperature",
+    "top_p",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "allowed_token_ids",
+    "prompt_logprobs",
 )
 
 
 def seeds(sampling: SamplingParams, num_answers: int) -> list[SamplingParams]:
-    """Return the parameters of each answer: one seed for all would give the same answer to each."""
+    """Return the parameters of each answer, with consecutive seeds: one seed would repeat the answer."""
     if sampling.seed is None:
         return [sampling] * num_answers
     seed = sampling.seed
@@ -386,7 +407,7 @@ def _guides(
     grammar: str | None,
     is_object: bool | None = False,
 ) -> dict[str, GuideSpec]:
-    """Return the forms that fields of vLLM ask for, by name behind `prefix`."""
+    """Return the guides of vLLM's fields, by name."""
     guides = {}
     if schema is not None:
         guides[f"{prefix}json"] = GuideSpec("json_schema", _schema_text(schema))
@@ -407,13 +428,13 @@ def _schema_text(schema: dict[str, object] | str) -> str:
     try:
         return json.dumps(schema)
     except RecursionError:
-        raise BadGuide("the JSON schema is nested too deep to guide an output; flatten it") from None
+        raise BadGuide("the JSON schema is nested too deeply; flatten it") from None
 
 
 def _bias(bias_by_token: dict[str, float] | None) -> dict[int, float]:
     bias: dict[int, float] = {}
     for token, value in (bias_by_token or {}).items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 10 and int(token) <= MAX_INT):
-            raise BadSampling(f"the keys of `logit_bias` are token ids, given: {token!r:.80}")
+            raise BadSampling(f"the keys of `logit_bias` must be token ids, given: {token!r:.80}")
         bias[int(token)] = value
     return bias

@@ -1,9 +1,8 @@
-"""The open connections of the API's server, and which one gives way when there are too many. Reads no bytes.
+"""The open connections of the server, and which one is closed when there are too many.
 
-Every connection is a stranger's until a request over it is let in, and known from then on. Each kind has a
-limit of its own, so that neither takes the descriptors of the other or those that the service itself needs. A
-new connection is always taken: the stranger who has been there for longest gives way, so `/health` answers
-however many clients hold a connection without ever coming to the point.
+A connection is unauthenticated until a request over it is authorised, and known from then on. Each kind has a
+limit of its own, so that neither exhausts the descriptors of the other or of the service. New connections are
+always accepted: the oldest unauthenticated one is closed instead, so `/health` always responds.
 """
 
 from __future__ import annotations
@@ -16,32 +15,28 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-#: Descriptors that the service needs for itself: workers, keeper, files, deployments.
+#: Descriptors for workers, keeper, files and deployments.
 RESERVED_FILES = 128
 MAX_STRANGERS = 1024
-#: Between two log lines about connections that had to give way.
+#: Between two log lines about closed connections.
 LOG_EVERY_S = 60.0
 
 
 class Closable(Protocol):
-    """A connection as seen from here."""
-
     def abort(self) -> None:
         """Close the connection without waiting for its client."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How many connections may be open at once."""
-
-    max_strangers: int  #: of callers that have not been let in yet
-    max_known: int  #: of callers that have been
+    max_strangers: int  #: unauthenticated connections
+    max_known: int
 
     @classmethod
     def within(cls, max_open_files: int) -> ConnectionLimits:
-        """Share out the descriptors that a process may have.
+        """Divide the descriptors of a process.
 
-        As many as there may be strangers stay free: so many new ones can come before the first has closed.
+        `max_strangers` descriptors stay free: that many connections can arrive before the first is closed.
         """
         free = max_open_files - min(RESERVED_FILES, max_open_files // 2)
         max_strangers = max(1, min(MAX_STRANGERS, free // 4))
@@ -53,20 +48,20 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits, on_close: Callable[[], None] = lambda: None) -> None:
         self.limits = limits
-        self._on_close = on_close  #: told of each connection that had to give way
-        self._strangers: dict[Closable, None] = {}  #: in the order in which they came
-        self._waiting: dict[Closable, None] = {}  #: known; the client's turn to send, for longest first
-        self._answering: set[Closable] = set()  #: known; a whole request is being answered
+        self._on_close = on_close  #: called for each connection that is closed for another
+        self._strangers: dict[Closable, None] = {}  #: oldest first
+        self._waiting: dict[Closable, None] = {}  #: known and idle, longest idle first
+        self._answering: set[Closable] = set()  #: known, with a complete request
         self._logged_s = -LOG_EVERY_S
 
     def add(self, connection: Closable) -> None:
-        """Take a new connection; too many strangers have the oldest of them closed."""
+        """Add an unauthenticated connection; closes the oldest if there are too many."""
         if len(self._strangers) >= self.limits.max_strangers:
             self._close_first(self._strangers)
         self._strangers[connection] = None
 
     def let_in(self, connection: Closable) -> bool:
-        """Make a connection a known one. False: all that may be known are being answered."""
+        """Mark a connection as known. False: the limit is reached, and none of them is idle."""
         if connection not in self._strangers:
             return True
         if len(self._waiting) + len(self._answering) >= self.limits.max_known:
@@ -78,19 +73,18 @@ class Connections:
         return True
 
     def answer(self, connection: Closable) -> None:
-        """Note that a whole request has come; a known connection does not give way until it is answered."""
+        """Mark a known connection as active until `wait`; active ones are not closed."""
         if connection in self._waiting:
             del self._waiting[connection]
             self._answering.add(connection)
 
     def wait(self, connection: Closable) -> None:
-        """Note that all that has come is answered."""
+        """Mark a connection as idle."""
         if connection in self._answering:
             self._answering.remove(connection)
             self._waiting[connection] = None
 
     def remove(self, connection: Closable) -> None:
-        """Forget a connection that has ended."""
         self._strangers.pop(connection, None)
         self._waiting.pop(connection, None)
         self._answering.discard(connection)
@@ -103,7 +97,8 @@ class Connections:
         if time.monotonic() - self._logged_s >= LOG_EVERY_S:
             self._logged_s = time.monotonic()
             log.warning(
-                "connections_closed max_strangers=%d max_known=%d: too many were open, the oldest gave way; "
-                "for more of them raise the limit of open files (`ulimit -n`)",
-                *(self.limits.max_strangers, self.limits.max_known),
+                "connections_closed max_strangers=%d max_known=%d: too many connections, closed the oldest; "
+                "raise the open file limit (`ulimit -n`)",
+                self.limits.max_strangers,
+                self.limits.max_known,
             )

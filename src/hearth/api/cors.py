@@ -1,9 +1,4 @@
-"""Cross-origin requests: which web pages may ask, and what their browsers are told. Lets nobody in.
-
-A browser shows a page the answers of another origin only if their headers allow it, and before anything but
-the simplest requests it asks for permission, by a preflight without a key. Who may ask at all is `guard.py`'s
-concern. Cookies are never allowed: nothing here reads any.
-"""
+"""CORS: which web pages may read responses. `guard.py` authorises requests; cookies are never allowed."""
 
 from __future__ import annotations
 
@@ -18,9 +13,8 @@ from hearth.api.rate_limit_headers import RATE_LIMIT_HEADERS, RETRY_HEADERS
 from hearth.api.unread_fields import IGNORED_FIELDS
 
 ANY = "*"
-#: As long as browsers keep the answer to a preflight at most.
+#: The longest that browsers cache a preflight.
 PREFLIGHT_S = 7200
-#: Beyond those that any page may read.
 EXPOSED_HEADERS = ", ".join(
     ("x-request-id", "x-hearth-request-id", IGNORED_FIELDS, *RETRY_HEADERS, *RATE_LIMIT_HEADERS)
 )
@@ -29,16 +23,16 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9_.,\t -]*")
 
 @dataclass(frozen=True, slots=True)
 class AllowedOrigins:
-    """The origins of web pages that may ask, each as browsers spell it, or `*`."""
+    """The allowed origins, in the form that browsers send, or `*`."""
 
     origins: frozenset[str] = frozenset()
 
     def names(self, origin: str) -> bool:
-        """True if an origin is allowed by its own name."""
+        """True if an origin is listed itself; `*` does not count."""
         return origin != ANY and origin in self.origins
 
     def headers(self, origin: str | None) -> list[tuple[bytes, bytes]]:
-        """Return what every response has for the browser of a page; `origin` None: no page asks."""
+        """Return the CORS headers of a response; `origin` None: no page sent the request."""
         if not self.origins:
             return []
         told = [(b"vary", b"origin")]
@@ -48,21 +42,21 @@ class AllowedOrigins:
         return told
 
     def preflight(self, method: str, headers: Headers) -> Response | None:
-        """Return the answer to a browser that asks for permission; None: the request is no such question."""
+        """Return the response to a preflight; None: the request is not one."""
         origin = headers.get("origin")
         if method != "OPTIONS" or origin is None or "access-control-request-method" not in headers:
             return None
         if not self._allows(origin):
             return error_response(
                 403,
-                f"pages of other origins may not ask, given: {origin:.80}; name it in "
-                "`service.allowed_origins`, or start with `--allow-origin`",
+                f"origin not allowed: {origin:.80}; add it to `service.allowed_origins`, or start with "
+                "`--allow-origin`",
                 "forbidden",
             )
         asked = headers.get("access-control-request-headers", "")
         told = {
             "access-control-allow-methods": "GET, HEAD, POST, DELETE",
-            # Any: clients of OpenAI add a dozen of their own.
+            # Any header: OpenAI's clients add a dozen.
             "access-control-allow-headers": asked if _HEADER_NAMES.fullmatch(asked) else "",
             "access-control-max-age": str(PREFLIGHT_S),
             "vary": "access-control-request-method, access-control-request-headers",

@@ -1,7 +1,7 @@
-"""The dialect of an API: how it spells an answer, in one or as the pieces of a stream. Generates nothing.
+"""The dialect of an API: how it formats an answer, whole or as a stream.
 
-A dialect is a translation. Its body becomes a `ChatBody` or a `CompletionBody`, the one inner request, and
-what comes of that is handed to the dialect to be spelt. All that happens in between is the same for all.
+The body of every dialect is translated to a `ChatBody`, `CompletionBody` or `EmbeddingBody`; the dialect then
+formats the answer. Everything in between is shared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hearth.text.tool_calls import ToolCall, ToolFormat, ToolParser
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """The tokens of an answer; a prompt counts once, however many choices it has."""
+    """Token counts of an answer; a prompt counts once for all its choices."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -37,53 +37,52 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One whole answer to a prompt."""
+    """One complete answer to a prompt."""
 
     stream: AnswerStream
     deltas: Sequence[TokenDelta]
-    echo: str  #: the prompt that it begins with, where that was asked for
-    text: str  #: without the calls
+    echo: str  #: the prompt, if `echo` was requested
+    text: str  #: without tool calls
     calls: Sequence[ToolCall]
-    reading: PromptReading | None = None  #: what was asked of its prompt
+    reading: PromptReading | None = None  #: prompt logprobs or embedding
 
     @property
     def finish_reason(self) -> FinishReason:
         reason = self.stream.finish_reason
-        assert reason is not None, "the choice is whole"
+        assert reason is not None, "the choice has ended"
         return reason
 
 
 class AnswerEvents(Protocol):
-    """Spells one answer as the pieces of a stream. Mutable. Nothing is sent where no bytes are returned."""
+    """Formats one answer as a stream. Mutable. Empty bytes are not sent."""
 
     def first(self, echoes: Sequence[str]) -> bytes:
-        """Return what the stream begins with; `echoes`: the prompt that each choice begins with."""
+        """Return the beginning of the stream; `echoes`: the echoed prompt of each choice."""
 
     def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
-        """Return the pieces for the next tokens of a choice; the last token has a finish reason."""
+        """Return the events for the next tokens of a choice; its last token has a finish reason."""
 
     def last(self, usage: TokenUsage) -> bytes:
-        """Return what the stream ends with, when all its choices have ended."""
+        """Return the end of the stream, after all choices have ended."""
 
     def failed(self, error: HearthError) -> bytes:
-        """Return what it ends with instead, when generation has failed."""
+        """Return the end of a stream whose generation failed."""
 
 
 class Dialect(Protocol):
-    """Spells the answers of one endpoint; made for one request, of which it may know more."""
+    """Formats the answer to one request."""
 
     @property
-    def stream_type(self) -> str:
-        """The content type of a stream."""
+    def stream_type(self) -> str: ...
 
     @property
     def waiting(self) -> bytes:
-        """A piece that means nothing, to be sent when there is nothing to send."""
+        """The keep-alive of a stream."""
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
-        """Return the answer in one, as a value that becomes JSON.
+        """Return the complete answer as a value for JSON.
 
-        What takes long to be spelt is a function in it, which is called later and perhaps on another thread.
+        Parts that take long to format may be functions, which are called later, perhaps on another thread.
         """
 
     def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents: ...
@@ -91,8 +90,6 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The format and the names by which calls of tools are found in an answer."""
-
     format: ToolFormat
     names: AbstractSet[str]
     max_calls: int | None
@@ -100,15 +97,15 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpec:
-    """The answer that a client wants, of one or several choices, and the dialect that spells it."""
+    """The answer that a client requests, and the dialect that formats it."""
 
     dialect: Dialect
-    requests: list[GenerationRequest]  #: one per choice, all choices of a prompt in a row
+    requests: list[GenerationRequest]  #: one per choice; the choices of a prompt are consecutive
     num_answers: int  #: choices per prompt
     is_stream: bool
     tool_use: ToolUse | None = None
-    is_echo: bool = False  #: an answer begins with its prompt
-    ignored_fields: tuple[str, ...] = ()  #: of the request, by the names that the client gave them
+    is_echo: bool = False  #: answers begin with their prompt
+    ignored_fields: tuple[str, ...] = ()  #: by the client's names
 
     @property
     def has_logprobs(self) -> bool:
@@ -116,7 +113,7 @@ class AnswerSpec:
 
 
 class ChoiceReader:
-    """Reads the tokens of one choice as what they say: text, and calls of tools. Mutable."""
+    """Splits the tokens of one choice into text and tool calls. Mutable."""
 
     def __init__(self, tool_use: ToolUse | None) -> None:
         self._parser = None
@@ -124,7 +121,7 @@ class ChoiceReader:
             self._parser = ToolParser(tool_use.format, tool_use.names, tool_use.max_calls)
 
     def read(self, deltas: Sequence[TokenDelta]) -> list[str | ToolCall]:
-        """Return what these tokens add; text that may become a call is held back until that is clear."""
+        """Return what these tokens add; text that may become a call is held back."""
         text = "".join([delta.text for delta in deltas])
         if self._parser is None:
             return [text] if text else []

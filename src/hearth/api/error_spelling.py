@@ -1,4 +1,4 @@
-"""Errors in the words of each API: a client understands only those of its own. Raises nothing itself."""
+"""Formats errors as each API does."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _ANTHROPIC_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error as the API tells it, before it is spelt."""
+    """An error of the API, before it is formatted."""
 
     status: int
     message: str
     code: str | None = None  #: a short name for programs
     param: str | None = None  #: the field of the request that is wrong
-    kind: str | None = None  #: in OpenAI's words; None: as its status has it
+    kind: str | None = None  #: OpenAI's `type`; None: by status
 
 
 def spell(fault: Fault, path: str) -> bytes:
     """Return the error object of the API that `path` belongs to."""
     spelling = next((spelling for start, spelling in _SPELLINGS.items() if _is_below(path, start)), openai)
-    # Not by msgspec: what was given may hold half characters, which only escapes can spell.
+    # Not by msgspec: what was given may hold lone surrogates, which need escapes.
     return json.dumps(spelling(fault)).encode()
 
 
@@ -56,5 +56,5 @@ def _is_below(path: str, start: str) -> bool:
     return path == start or path.startswith(start + "/")
 
 
-#: By the path that all paths of an API begin with; all others are OpenAI's, and Hearth's own.
+#: By the prefix of an API's paths; all others are OpenAI's and Hearth's own.
 _SPELLINGS: dict[str, Callable[[Fault], object]] = {"/v1/messages": anthropic, "/api": ollama}

@@ -1,4 +1,4 @@
-"""Errors as responses, with status and headers. Raises nothing itself and logs nothing."""
+"""Errors as responses, with status and headers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ErrorDetail(BaseModel):
     message: str = Field(description="What is wrong, the limit, the value given, and what to do.")
     type: str = Field(description="The kind of error.")
     param: str | None = Field(description="The field of the request that is wrong.")
-    code: str | None = Field(description="A short name for programs.")
+    code: str | None = Field(description="The error's code, for programs.")
 
 
 class ErrorBody(BaseModel):
@@ -33,14 +33,14 @@ class ErrorBody(BaseModel):
 
 
 def error_responses(model: type[BaseModel]) -> dict[int | str, dict[str, object]]:
-    """Return how the OpenAPI document describes the errors of routes that answer with such an object."""
+    """Describe the errors of a route in the OpenAPI document."""
     return {
-        "4XX": {"model": model, "description": "The request is wrong, or not allowed."},
-        "5XX": {"model": model, "description": "The service cannot answer it now."},
+        "4XX": {"model": model, "description": "The request is invalid or not allowed."},
+        "5XX": {"model": model, "description": "The service cannot answer now."},
     }
 
 
-#: The codes of errors that clients know by another name than our label.
+#: Codes of OpenAI that differ from our labels.
 _CODES = {"prompt_too_long": "context_length_exceeded", "unauthorized": "invalid_api_key"}
 _CODE_BY_STATUS = {
     400: "bad_request",
@@ -54,7 +54,7 @@ _CODE_BY_STATUS = {
 
 
 class ErrorResponse(Response):
-    """Spells a fault in the words of the API that the request's path belongs to."""
+    """Formats a fault as the API of the request's path does."""
 
     def __init__(self, fault: Fault, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(spell(fault, ""), fault.status, headers, "application/json")
@@ -77,7 +77,7 @@ def error_response(
 
 
 def fault_of(error: HearthError) -> Fault:
-    kind = error.what if isinstance(error, RateLimited) else None  # as OpenAI has it
+    kind = error.what if isinstance(error, RateLimited) else None
     return Fault(error.http_status, str(error), _CODES.get(error.label, error.label), kind=kind)
 
 
@@ -98,12 +98,12 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     path, method = request.url.path, request.method
     match error.status_code:
         case 404:
-            message = f"there is nothing at `{path}`; `/openapi.json` lists what there is"
+            message = f"no route `{path}`; `/openapi.json` lists all routes"
         case 405:
             allowed = ", ".join(_allowed_methods(request))
             if method == "OPTIONS":
                 return Response(status_code=204, headers={"allow": allowed})
-            message = f"`{path}` takes {allowed}, given: {method}; `/openapi.json` lists what there is"
+            message = f"`{path}` takes {allowed}, given: {method}; `/openapi.json` lists all routes"
             return error_response(405, message, headers={"allow": allowed})
         case _:
             message = str(error.detail)
@@ -111,7 +111,6 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Return what may be done with a path: its methods may be those of several routes."""
     at = {"type": "http", "path": request.scope["path"], "root_path": ""}
     methods = [
         method
@@ -121,16 +120,14 @@ def _allowed_methods(request: Request) -> list[str]:
     return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
 
 
-#: What JSON calls otherwise than pydantic, by the type of the fault.
+#: Messages in JSON's terms instead of pydantic's, by the type of the fault.
 _WORDS = dict.fromkeys(("dict_type", "model_attributes_type", "model_type"), "input should be an object")
 
 
 async def on_invalid_body(request: Request, error: Exception) -> Response:
-    """Answer what pydantic refuses: a body, a query or a path."""
     assert isinstance(error, RequestValidationError), type(error)
     faults = [(fault, _place(fault["loc"], error.body, fault["type"])) for fault in error.errors()]
-    # Of a value that might be of several kinds, the kind that it is but for its length was meant, or else the
-    # one that fits deepest.
+    # Of the alternatives of a union, report one that failed by length only, else the deepest fault.
     fault, path = max(faults, key=lambda pair: (pair[0]["type"] in ("too_long", "too_short"), len(pair[1])))
     if fault["type"] == REFUSED_FIELD:
         param = _param([*path, fault["ctx"]["field"]])
@@ -142,22 +139,22 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     param = _param(path)
     message = f"`{param or 'body'}`: {what[:1].lower()}{what[1:]}"
     if not path and error.body is None:
-        message = "the request needs a JSON body with `content-type: application/json`"
+        message = "a JSON body is required, with `content-type: application/json`"
     elif fault["type"] not in ("missing", "value_error"):
         message += f", given: {_given(fault['input'], fault['type'])}"
     return error_response(400, message, "bad_request", param or None)
 
 
 def _param(path: Sequence[int | str]) -> str:
-    """Spell the path to a field: `messages[0].content`."""
+    """Format the path to a field: `messages[0].content`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def _given(value: object, fault: str) -> str:
-    """Return a short spelling of any value: to spell all of a large body takes longer than to refuse it."""
+    """Describe any value briefly; formatting a large body would take long."""
     match value:
         case str() if fault == "too_long":
-            return f"{len(value)} that begin with {value[:40]!r:.80}"
+            return f"{len(value)}, beginning with {value[:40]!r:.80}"
         case list():
             return f"a list of {len(value)}"
         case dict():
@@ -169,17 +166,16 @@ def _given(value: object, fault: str) -> str:
 
 
 def _place(location: Sequence[int | str], body: object, kind: str) -> list[int | str]:
-    """Return the path to a field in a body, or the name of a parameter of a query or a path."""
     where, *inside = location
     return _path(inside, body, kind) if where == "body" else inside[:1]
 
 
 def _path(location: Sequence[int | str], body: object, kind: str) -> list[int | str]:
-    """Return `location` without the names of the kinds that were tried, which are no fields."""
+    """Return `location` without pydantic's names of union members, which are not fields."""
     path: list[int | str] = []
     for part in location:
         try:
-            body = body[part]  # type: ignore[index] # whatever it is, it has that part or it has not
+            body = body[part]  # type: ignore[index] # raises if it has no such part
         except (TypeError, LookupError):
             if kind != "missing" or part != location[-1]:
                 continue
@@ -190,8 +186,7 @@ def _path(location: Sequence[int | str], body: object, kind: str) -> list[int | 
 def body_too_large(limit_bytes: int) -> HTTPException:
     return HTTPException(
         413,
-        f"the body is larger than the limit: {limit_bytes} bytes; send less, "
-        "or raise `service.max_body_bytes`",
+        f"the body exceeds the limit: {limit_bytes} bytes; send less, or raise `service.max_body_bytes`",
         # The rest of the body is not read, so nothing else can come over this connection.
         {"connection": "close"},
     )
@@ -200,6 +195,6 @@ def body_too_large(limit_bytes: int) -> HTTPException:
 def too_many_bodies(limit_bytes: int) -> HTTPException:
     return HTTPException(
         429,
-        f"all bodies that are being sent are larger than the limit: {limit_bytes} bytes together; try again",
+        f"request bodies in transfer exceed the limit: {limit_bytes} bytes in total; try again",
         {"connection": "close", "retry-after": "1"},
     )

@@ -1,7 +1,6 @@
-"""One HTTP request and its response: the ids of both, and the headers that every response has.
+"""One HTTP request and its response: ids, and the headers of every response.
 
-Around the guard, so that whatever refuses a request, the response has an id and a page's browser may show it.
-Looks into no body and lets nobody in.
+This middleware wraps the guard, so that refused requests have ids and CORS headers, too.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from hearth.core.types import RateStatus, RequestId
 
 log = logging.getLogger(__name__)
 
-#: More ids in a header would be too long for many clients.
+#: More ids would make the header too long for many clients.
 MAX_TOLD_IDS = 16
 _EXCHANGE = "hearth.exchange"  #: in the scope of every request
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its response. Mutable; written by the guard and by whoever generates."""
+    """A request and its response. Mutable; written by the guard and by `Answer`."""
 
     record: ExchangeRecord = field(default_factory=ExchangeRecord)
     cors_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    #: The requests of the gateway that came of it, each of which can be explained.
+    #: of the gateway, for `hearth explain`
     request_ids: list[RequestId] = field(default_factory=list)
-    #: Returns what is left of the limits of the caller's key; None: there are none, or no caller yet.
+    #: returns the remaining limits of the caller's key; None: no limits, or no caller yet
     rate_status: Callable[[], RateStatus | None] = lambda: None
-    #: Of one that none came of.
+    #: the id of an exchange without such requests
     http_id: str = field(default_factory=lambda: f"req-{secrets.token_hex(12)}")
 
     @property
@@ -48,11 +47,11 @@ class Exchange:
 
     @property
     def own_id(self) -> str:
-        """The service's own id, whatever the client calls the request."""
+        """The service's own id, not the client's."""
         return ",".join(self.request_ids[:MAX_TOLD_IDS]) or self.http_id
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return what every response has: the client's id if it has sent one, ours, and what limits leave."""
+        """Return the headers of every response: ids, rate limits and CORS."""
         own_id, limits = self.own_id, rate_limit_headers(self.rate_status())
         return [
             (b"x-request-id", (self.correlation.client_id or own_id).encode()),
@@ -72,7 +71,7 @@ class Exchanges:
         routes: Sequence[BaseRoute],
         on_end: Callable[[ExchangeRecord], None],
     ) -> None:
-        """`routes`: all there are. `on_end` is told of each exchange when nothing more will be sent."""
+        """`on_end` is called for each exchange when nothing more will be sent."""
         self._app = app
         self._origins = origins
         self._routes = routes
@@ -85,7 +84,8 @@ class Exchanges:
         headers, method = Headers(scope=scope), scope["method"]
         peer = scope.get("client")
         record = ExchangeRecord(
-            *(method, scope["path"]),
+            method,
+            scope["path"],
             Correlation.read(headers.getlist("x-request-id"), headers.getlist("traceparent")),
             None if peer is None else peer[0],
         )
@@ -96,13 +96,16 @@ class Exchanges:
 
         def answer(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                if not is_gone:  # or refused meanwhile, while its body came too slowly
+                if not is_gone:  # a slow body may have been refused meanwhile
                     record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *exchange.headers()]
-                # As Python spells it: a path may hold line breaks, and what looks like lines of this log.
+                # %r: a path may contain line breaks and forge lines of the log.
                 log.debug(
                     "answered id=%s method=%s path=%r status=%d%s",
-                    *(exchange.own_id, method, scope["path"], message["status"]),
+                    exchange.own_id,
+                    method,
+                    scope["path"],
+                    message["status"],
                     exchange.correlation.log_fields,
                 )
             elif not is_gone:
@@ -138,7 +141,7 @@ class Exchanges:
         self._on_end(record)
 
     def _route_of(self, scope: Scope) -> tuple[str | None, Mapping[str, str]]:
-        """Return the template of a path and what stands in its places, also of a request that was refused."""
+        """Return the template and parameters of a path, also for requests that were refused."""
         if (route := scope.get("route")) is not None:
             return route.path_format, scope["path_params"]
         for route in self._routes:
@@ -149,7 +152,7 @@ class Exchanges:
 
 
 def exchange_of(scope: Mapping[str, object]) -> Exchange:
-    """Return the exchange that a request belongs to; a new one if it has not come as far as that."""
+    """Return the exchange of a request; a new one if the request did not reach the middleware."""
     exchange = scope.get(_EXCHANGE) or Exchange()
     assert isinstance(exchange, Exchange), f"{type(exchange)=}"
     return exchange

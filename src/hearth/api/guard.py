@@ -1,6 +1,6 @@
-"""The guard of the API: who may come in, with how much, and what is answered when something breaks inside.
+"""Authentication, authorisation and size limits of requests, and the handler of unexpected exceptions.
 
-It is plain ASGI, so that it costs a stream nothing. It does not look into bodies.
+Plain ASGI, so that it costs streams nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 << 10
-#: Bodies of the largest size that may be held at once while they are still coming.
+#: Bodies in transfer may take this many times `max_body_bytes` in total.
 MAX_INCOMING_BODIES = 16
-#: Paths for probes, which bring no key and must be answered however many others are connected.
+#: Paths of probes, which need no key and are answered however many connections are open.
 OPEN_PATHS = frozenset(["/", "/health", "/livez", "/readyz", "/version"])
-#: Paths that show the whole service, other callers' requests included: each counts, and is timed, in them.
+#: Paths that show the whole service, including the load of other callers.
 MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps"])
-MODELS_PATH = "/hearth/models"  #: where models are listed, and admins alone deploy, remove and unload
-#: Where adapters are deployed and removed in vLLM's words.
+MODELS_PATH = "/hearth/models"  #: listed for all; changes are for admins
+#: vLLM's routes for adapters.
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-#: In the scope of a request over a real connection: to be called when its caller is let in; False: no room.
+#: Scope key of a function to call once the caller is authenticated; it returns False if there is no capacity.
 LET_IN = "hearth.let_in"
-_CALLER = "hearth.caller"  #: in the scope of a request that was let in
+_CALLER = "hearth.caller"  #: scope key, set once the caller is authenticated
 
 
 class Guard:
@@ -54,13 +54,13 @@ class Guard:
         self._origins = origins
         self._max_body_bytes = max_body_bytes
         self._incoming = _IncomingBodies(max_body_bytes)
-        self._keys_fault: str | None = None  #: why the keys cannot be read, as was logged; None: they can
+        self._keys_fault: str | None = None  #: the logged reason why the keys cannot be read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        let_in = scope.pop(LET_IN, _always)  # which refers to the connection, and so to the scope again
+        let_in = scope.pop(LET_IN, _always)  # pop: it refers to the connection, and so to the scope
         is_started = False
 
         def noted(message: Message) -> Awaitable[None]:
@@ -74,7 +74,7 @@ class Guard:
                 response = await on_hearth_error(Request(scope), refusal)
             elif _header_bytes(scope) > MAX_HEADER_BYTES:
                 response = error_response(
-                    431, f"the headers are larger than the limit: {MAX_HEADER_BYTES} bytes; send fewer"
+                    431, f"the headers exceed the limit: {MAX_HEADER_BYTES} bytes; send fewer"
                 )
             elif _announced_bytes(headers) > self._max_body_bytes:
                 too_large = body_too_large(self._max_body_bytes)
@@ -90,20 +90,24 @@ class Guard:
                 return
         except Exception as error:  # the one broad handler of the API
             exchange = exchange_of(scope)
-            # As Python spells it: a path may hold line breaks, and what looks like lines of this log.
+            # %r: a path may contain line breaks and forge lines of the log.
             log.error(
                 "request_failed id=%s method=%r path=%r error=%s%s\n%s",
-                *(exchange.own_id, scope["method"], scope["path"], type(error).__name__),
-                *(exchange.correlation.log_fields, frames_of(error)),
+                exchange.own_id,
+                scope["method"],
+                scope["path"],
+                type(error).__name__,
+                exchange.correlation.log_fields,
+                frames_of(error),
             )
             if is_started:
-                return  # and the server closes the connection: the client sees that the end is missing
-            message = f"internal error; the service's log says more under `{exchange.own_id}`"
+                return  # the server closes the connection, so the client sees a truncated response
+            message = f"internal error; see `{exchange.own_id}` in the log of the service"
             response = error_response(500, message, "internal")
         await response(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> HearthError | None:
-        """Return why a request is refused; note in the scope who sends it, for what follows."""
+        """Return why a request is refused, or None. Stores the caller in the scope."""
         if scope["path"] in OPEN_PATHS:
             return None
         keys = _given_keys(headers)
@@ -117,41 +121,41 @@ class Guard:
                     None if is_operator else _foreign_host(headers) or _foreign_page(headers, self._origins)
                 )
             caller = OPERATOR if is_operator else self._gateway.keys.check(key) if key else None
-        except ConfigError as error:  # somebody has changed their file, and nobody can tell who may come in
-            if self._keys_fault != str(error):  # once, not with every request
+        except ConfigError as error:  # the file was changed and is broken
+            if self._keys_fault != str(error):  # log once, not per request
                 self._keys_fault = str(error)
                 log.error("keys_unreadable reason=%s", error)
             if not is_operator:
-                return ServiceError("the API keys of the service cannot be read; its log says why")
+                return ServiceError("the API keys of the service cannot be read; see its log")
             caller = OPERATOR
         if len(keys) > 1:
-            return Unauthorized("`Authorization` and `x-api-key` hold different keys; send one of them")
+            return Unauthorized("`Authorization` and `x-api-key` have different keys; send one of them")
         if caller is None:
             return Unauthorized(
                 f"the API key is {'wrong' if key else 'missing'}; send `Authorization: Bearer KEY` or "
-                "`x-api-key: KEY` with one that `hearth keys add` made"
+                "`x-api-key: KEY` with a key of `hearth keys add`"
             )
         _note_caller(scope, caller)
         exchange_of(scope).rate_status = partial(self._gateway.admissions.status, caller)
         needed = _needed_role(scope)
         if not caller.has_role(needed):
             return Forbidden(
-                f"key `{caller.name}` has the role `{caller.role}`, this needs `{needed}`; "
-                f"make one with `hearth keys add NAME --{needed}`"
+                f"key `{caller.name}` has the role `{caller.role}`, but this needs `{needed}`; "
+                f"create a key with `hearth keys add NAME --{needed}`"
             )
         return None
 
 
 @dataclass(slots=True)
 class _IncomingBodies:
-    """How much is held of bodies that are still coming. Mutable; one for all requests, written by `_Body`."""
+    """The bytes of all bodies in transfer. Mutable; shared by all requests, written by `_Body`."""
 
-    max_body_bytes: int  #: of one
-    num_bytes: int = 0  #: of all
+    max_body_bytes: int  #: per body
+    num_bytes: int = 0
 
 
 class _Body:
-    """The body of one request, counted as it comes, alone and together with all others that are coming."""
+    """Counts the body of one request as it arrives."""
 
     def __init__(self, receive: Receive, incoming: _IncomingBodies) -> None:
         self._receive = receive
@@ -172,19 +176,18 @@ class _Body:
         return message
 
     def release(self) -> None:
-        """Count the body as one that is complete, or will not come any more."""
+        """Stop counting the body as in transfer."""
         self._incoming.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
 
-#: More descriptors would be needed, so the next connection that ends makes room.
 _NO_ROOM = Overloaded(
-    "too many connections are being answered; try again, or raise the limit of open files (`ulimit -n`)", 1.0
+    "too many active connections; try again, or raise the open file limit (`ulimit -n`)", 1.0
 )
 
 
 def _given_keys(headers: Headers) -> list[str]:
-    """Return the keys that a request shows, by OpenAI's header and by Anthropic's, one if both are alike."""
+    """Return the distinct keys in OpenAI's and Anthropic's headers."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     bearer = given.strip() if scheme.lower() == "bearer" else ""
     other = headers.get("x-api-key", "").strip()
@@ -198,7 +201,7 @@ def _always() -> bool:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return who sends a request that the guard has let in."""
+    """Return the authenticated caller of a request."""
     caller = request.scope[_CALLER]
     assert isinstance(caller, Caller), f"{type(caller)=}"
     return caller
@@ -228,18 +231,17 @@ def _announced_bytes(headers: Headers) -> int:
 
 
 def _foreign_host(headers: Headers) -> Forbidden | None:
-    """Refuse hosts but this machine's own, where there are no keys: others may be made to lead here."""
+    """Without keys, refuse hosts other than localhost: DNS rebinding can point other names here."""
     host = headers.get("host")
     if host is None or _is_own(host):
         return None
     return Forbidden(
-        f"without API keys requests must be sent to localhost or 127.0.0.1, given: {host:.80}; "
-        "use that, or make keys with `hearth keys add NAME`"
+        f"without API keys, requests must be sent to localhost or 127.0.0.1, given: {host:.80}; "
+        "use that, or create keys with `hearth keys add NAME`"
     )
 
 
 def _is_own(host: str) -> bool:
-    """True if a name or address, perhaps with a port, can only mean this machine."""
     try:
         name = urlsplit(f"//{host}").hostname
     except ValueError:
@@ -248,10 +250,9 @@ def _is_own(host: str) -> bool:
 
 
 def _foreign_page(headers: Headers, origins: AllowedOrigins) -> Forbidden | None:
-    """Refuse pages of other sites, where there are no keys: by a form they could deploy and remove.
+    """Without keys, refuse pages of other sites: they could deploy and remove models (CSRF).
 
-    Pages that were loaded from here, by one of this machine's own names, are not foreign. Of allowed ones
-    only those that are named come in: `*` would make every page that anybody opens an admin.
+    Allowed origins must be listed by name; `*` would make every web page an admin.
     """
     origin = headers.get("origin")
     if origin is None or origins.names(origin):
@@ -261,8 +262,8 @@ def _foreign_page(headers: Headers, origins: AllowedOrigins) -> Forbidden | None
         if page.netloc == headers.get("host") and _is_own(page.netloc):
             return None
     except ValueError:
-        pass  # no address at all
+        pass  # not an address
     return Forbidden(
-        f"without API keys requests from pages of other sites are not taken, given: {origin:.80}; make keys "
-        "with `hearth keys add NAME`, or name that origin, not `*`, in `service.allowed_origins`"
+        f"without API keys, requests from pages of other sites are refused, given: {origin:.80}; create keys "
+        "with `hearth keys add NAME`, or list that origin, not `*`, in `service.allowed_origins`"
     )

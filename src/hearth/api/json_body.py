@@ -1,9 +1,8 @@
-"""Bodies of JSON that cost the event loop little: in large ones values are counted before they are parsed.
+"""JSON bodies that do not block the event loop.
 
-A parser holds the interpreter until it is done, on whichever thread it runs, and what it makes can be ten
-times as large as the body. Text costs next to nothing; values do, so their number has a limit, which is
-checked on a thread and piece by piece. Fields are checked on that thread, too, where others get the
-interpreter between those that take Python to check. Knows no fields.
+A parser holds the GIL until it is done, and its result can be ten times as large as the body. The cost is in
+the number of values, not in text. So the values of large bodies are counted first, piece by piece on a
+thread, and limited; parsing and validation happen on that thread as well.
 """
 
 from __future__ import annotations
@@ -22,35 +21,29 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Scope
 
-#: The most values in one body, token ids included: about 0.1 s of parsing and checking.
+#: Values in one body, token ids included: about 0.1 s of parsing and validation.
 MAX_VALUES = 1 << 19
-#: The most lists and objects among them, each of which costs as much as ten numbers.
+#: Lists and objects in one body; each costs as much as ten numbers.
 MAX_CONTAINERS = 1 << 16
 _JSON_TYPE = re.compile(r"(application/(\S+\+)?json)?", re.IGNORECASE)
-#: A body up to this size is parsed where it is, in a few milliseconds at most.
+#: Smaller bodies are parsed on the event loop, in a few milliseconds at most.
 SMALL_BYTES = 64 << 10
-#: Counted at a time; between two pieces other threads get the interpreter.
+#: Other threads get the GIL between two pieces.
 PIECE_BYTES = 64 << 10
 
-#: Parses, checks and translates large bodies, one after the other: what is made of them at once stays
-#: bounded, too.
+#: One thread for large bodies, which bounds the memory of their results.
 _parser = ThreadPoolExecutor(1, "json-body")
 
 T = TypeVar("T")
 
 
 class TooManyValues(ValueError):
-    """A JSON text holds more values than a request may have."""
+    pass
 
 
 def parse_json(text: bytes) -> object:
-    """Parse a JSON text in UTF-8.
-
-    Raises:
-        TooManyValues: more values, or more lists and objects, than a request may have.
-        ValueError: anything else than JSON.
-    """
-    if not json.detect_encoding(text).startswith("utf-8"):  # `count_values` would not find its way in others
+    """Parse JSON in UTF-8. Raises TooManyValues, or ValueError for invalid JSON."""
+    if not json.detect_encoding(text).startswith("utf-8"):  # `count_values` needs UTF-8
         raise json.JSONDecodeError("it must be in UTF-8", "", 0)
     if len(text) > SMALL_BYTES:
         count_values(text)
@@ -64,21 +57,21 @@ def parse_json(text: bytes) -> object:
 
 
 def count_values(text: bytes) -> None:
-    """Raise TooManyValues for a JSON text with too many of them, without parsing it."""
+    """Raise TooManyValues for a JSON text with too many values, without parsing it."""
     num_values = num_containers = 0
-    is_inside = False  # of a string, at the beginning of a piece
-    escape = b""  # a backslash at the end of the last piece that belongs to the beginning of this one
+    is_inside = False  # a string, at the start of a piece
+    escape = b""  # a backslash at the end of the last piece
     for start in range(0, len(text), PIECE_BYTES):
         piece = (escape + text[start : start + PIECE_BYTES]).replace(b"\\\\", b"")
         escape = b"\\" if piece.endswith(b"\\") else b""
-        parts = piece.replace(b'\\"', b"").split(b'"')  # in and out of strings by turns
+        parts = piece.replace(b'\\"', b"").split(b'"')  # alternately outside and inside strings
         outside = b"".join(parts[is_inside::2])
         is_inside ^= len(parts) % 2 == 0
         num_containers += outside.count(b"[") + outside.count(b"{")
         num_values += outside.count(b",")
         if num_values > MAX_VALUES:
             raise TooManyValues(
-                f"the body has more values, such as token ids, than the limit: {MAX_VALUES}; "
+                f"the body has more values (such as token ids) than the limit: {MAX_VALUES}; "
                 "send text instead of token ids, or several requests"
             )
         if num_containers > MAX_CONTAINERS:
@@ -88,21 +81,19 @@ def count_values(text: bytes) -> None:
 
 
 class JsonRequest(Request):
-    """A request whose body was parsed and checked by `check`, which is what `json` returns then."""
+    """A request whose `json` is the result of `check`."""
 
     _checked: object = None
 
     async def check(self, check: Callable[[object], object]) -> None:
-        """Parse the body and have it checked, off the event loop if it is large; none at all is left alone.
+        """Parse and check the body, off the event loop if it is large.
 
-        Raises:
-            HTTPException: it is not JSON, or has too many values.
-            Exception: as `check` raises.
+        Raises HTTPException for invalid JSON or too many values, and what `check` raises.
         """
         try:
             body = await self.body()
         except ClientDisconnect as error:
-            raise HTTPException(400, "the body is not complete") from error  # there is nobody to tell
+            raise HTTPException(400, "the body is incomplete") from error
         if len(body) > SMALL_BYTES:
             run = asyncio.get_running_loop().run_in_executor
             self._checked = await run(_parser, lambda: check(_parsed(body)))
@@ -114,10 +105,7 @@ class JsonRequest(Request):
 
 
 async def off_loop_if_large(request: Request, work: Callable[[], T], num_more_bytes: int = 0) -> T:
-    """Carry out what takes the longer the larger the body is: if that is large, off the event loop.
-
-    `num_more_bytes`: of what is worked on besides.
-    """
+    """Run `work` off the event loop if the body and `num_more_bytes` of other data are large."""
     if len(await request.body()) + num_more_bytes <= SMALL_BYTES:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_parser, work)
@@ -126,7 +114,7 @@ async def off_loop_if_large(request: Request, work: Callable[[], T], num_more_by
 class JsonRoute(APIRoute):
     """A route that reads its body by `JsonRequest`."""
 
-    takes_curl = False  #: whether a body may claim to be a form, as that of a bare `curl -d` does
+    takes_curl = False  #: accept the content type of a form, which a bare `curl -d` sends
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
         handle, field = super().get_route_handler(), self.body_field
@@ -137,7 +125,7 @@ class JsonRoute(APIRoute):
             made, faults = field.validate(parsed, {}, loc=("body",))
             if faults:
                 raise RequestValidationError(faults, body=parsed)
-            return made  # which counts as checked when FastAPI looks at it again
+            return made  # FastAPI accepts the instance without another check
 
         async def handle_json(request: Request) -> Response:
             if field is None:
@@ -153,13 +141,13 @@ class JsonRoute(APIRoute):
 
 
 class CurlRoute(JsonRoute):
-    """A route that reads JSON whatever it claims to be: Ollama does, and its examples are bare `curl -d`."""
+    """A route that reads JSON of any content type, as Ollama does: its examples are bare `curl -d`."""
 
     takes_curl = True
 
 
 def _is_of_no_page(request: Request) -> bool:
-    """True if no browser sent a request for a page: it would have said so by one of these."""
+    """True if the request was not sent by a web page; browsers always send one of these headers."""
     return "origin" not in request.headers and "sec-fetch-site" not in request.headers
 
 
@@ -173,34 +161,32 @@ def _parsed(body: bytes) -> object:
 
 
 def _reason(error: ValueError) -> str:
-    """Say why a text is no JSON, and where, without the advice that Python has for its programmers."""
+    """Return Python's reason and position, without its advice."""
     if isinstance(error, json.JSONDecodeError):
         place = f" line {error.lineno} column {error.colno}"
         return f"{error.msg.removesuffix(' at')} at{place}" if error.doc else error.msg
-    return str(error).partition(";")[0]  # a number of too many digits
+    return str(error).partition(";")[0]  # a number with too many digits
 
 
 def _refuse_other_types(content_type: str) -> None:
-    """Raise HTTPException for a body that says to be something else than JSON, as `curl -d` and forms do.
-
-    One that says nothing is read: programs mean JSON, and pages that are not allowed do not come this far.
-    """
+    """Raise HTTPException for content types other than JSON, as forms send; none at all is accepted."""
     kind = content_type.partition(";")[0].strip()
     if not _JSON_TYPE.fullmatch(kind):
         raise HTTPException(
-            415, f"the body must be JSON and say so; send `content-type: application/json`, given: {kind:.80}"
+            415, f"the body must be JSON; send `content-type: application/json`, given: {kind:.80}"
         )
 
 
 def _refuse_encodings(encoding: str) -> None:
-    """Raise HTTPException for a body that is compressed: what comes of it would know no limit."""
+    """Raise HTTPException for compressed bodies, whose real size is unknown."""
     if encoding.strip().lower() not in ("", "identity"):
         raise HTTPException(
-            415, f"a body is read as it is, given: `content-encoding: {encoding:.80}`; send it without one"
+            415,
+            f"compressed bodies are not supported, given: `content-encoding: {encoding:.80}`; send it plain",
         )
 
 
 def _as_json(scope: Scope) -> Scope:
-    """Return the scope of a request that says to be JSON: FastAPI reads no other."""
+    """Return the scope with the content type of JSON, which FastAPI requires."""
     others = [header for header in scope["headers"] if header[0] != b"content-type"]
     return {**scope, "headers": [*others, (b"content-type", b"application/json")]}

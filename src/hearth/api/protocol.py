@@ -1,10 +1,8 @@
-"""A connection with limits: bytes of headers, time for headers, bodies and reading, room among others.
+"""uvicorn's protocol with limits: size of headers, time for headers, bodies and reading, open connections.
 
-Parses nothing. uvicorn keeps headers until they are complete, however many they are. It waits for headers and
-bodies however slowly they come, also for the rest of a body that was refused, waits for clients that do not
-read their answers, and opens any number of connections.
-`guard.py` sees only headers that are complete. Where clients rely on it, this mends what uvicorn makes of
-HTTP/1.0 and of offers to upgrade, and refuses as the API does.
+uvicorn has none of these: it buffers any headers, waits for slow clients forever and accepts any number of
+connections; `guard.py` only sees complete headers. This also fixes HTTP/1.0 and upgrade offers, and formats
+errors as the API does.
 """
 
 from __future__ import annotations
@@ -35,21 +33,19 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_S = 30.0
-#: Time for connections to close when everything has been answered.
+#: Time for connections to close at shutdown.
 HANG_UP_S = 2
-#: A body has so long to come, and longer the more of it has come: slow lines may send large bodies.
+#: Time for a body, extended by what has arrived, so that slow clients can send large bodies.
 BODY_S = 30.0
 MIN_BODY_BYTES_PER_S = 16 << 10
-#: A client that has taken nothing for so long of what waits for it loses the connection.
+#: A client that reads nothing for this long is disconnected.
 READ_S = 120.0
-#: Java's client offers HTTP/2 by this header. A parser that sees it takes the body for another protocol's.
+#: Java's client offers HTTP/2 by this header, and the parser then takes the body for another protocol.
 _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
-_NO_UPGRADE = b"x-offer"  #: as long
+_NO_UPGRADE = b"x-offer"  #: of the same length
 
 
 class LimitedConfig(Config):
-    """The configuration of a uvicorn server that serves `LimitedProtocol` and nothing else."""
-
     def __init__(
         self,
         app: ASGIApp,
@@ -57,17 +53,16 @@ class LimitedConfig(Config):
         idle_s: int,
         on_refused: Callable[[ExchangeRecord], None] = lambda record: None,
     ) -> None:
-        """`on_refused` is told of each answer to what never reached the application."""
+        """`on_refused` is called for each response to a request that never reached the application."""
         super().__init__(
             app,
             http=LimitedProtocol,
-            ws="none",  # nothing here speaks it, and such connections would know no limits
+            ws="none",  # websockets would have no limits
             lifespan="off",
             log_config=None,
-            log_level=logging.ERROR,  # else strangers have it write two lines for each request that is none
+            log_level=logging.ERROR,  # else every invalid request writes two lines
             access_log=False,
             server_header=False,
-            # As many as have room, if they all are accepted before the first can be closed.
             backlog=connections.limits.max_strangers,
             timeout_keep_alive=idle_s,
             timeout_graceful_shutdown=HANG_UP_S,
@@ -88,15 +83,14 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         assert isinstance(config, LimitedConfig), f"{type(config)=}"
         self._open_connections, self._on_refused = config.open_connections, config.on_refused
-        #: The next bytes belong to the request line or headers of a request.
+        #: the next bytes belong to the request line or headers
         self._is_in_head = True
         self._num_head_bytes = 0
-        #: When the body that is coming is late; means nothing in a head.
+        #: deadline of the body; unused in a head
         self._body_deadline_s = 0.0
-        #: The timer of a head, from its first byte to its end, of the first one from the connection on; or
-        #: that of a body that did not come with its head.
+        #: of a head, from its first byte on (or from the connection on), or of a body
         self._timer: asyncio.TimerHandle | None = None
-        #: The timer of a client that is behind with reading, and what waited for it when the timer began.
+        #: of a client that is slow to read, and the unread bytes when the timer started
         self._reading_timer: asyncio.TimerHandle | None = None
         self._num_unread_bytes = 0
 
@@ -112,21 +106,20 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def abort(self) -> None:
-        """Close the connection without waiting for its client."""
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
             if self._timer is None:
                 self._start_timer(HEAD_S)
-            self._num_head_bytes += len(data)  # if the head ends in there, this is forgotten
+            self._num_head_bytes += len(data)  # reset if the head ends in `data`
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(_NO_UPGRADE, head) + end + rest
         super().data_received(data)
         if self.transport.is_closing():
             return
         if self._num_head_bytes > MAX_HEAD_BYTES:
-            message = f"the headers are larger than the limit: {MAX_HEAD_BYTES} bytes; send fewer"
+            message = f"the headers exceed the limit: {MAX_HEAD_BYTES} bytes; send fewer"
             self._refuse(431, message, "headers_too_large")
         elif not self._is_in_head and self._timer is None:
             self._start_timer(BODY_S)
@@ -144,7 +137,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.scope[LET_IN] = self._let_in  # type: ignore[literal-required] # for the guard
 
     def on_headers_complete(self) -> None:
-        super().on_headers_complete()  # first: it raises for an address that is none
+        super().on_headers_complete()  # first: it raises for invalid addresses
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment] # before anything is sent
         self._is_in_head = False
@@ -153,7 +146,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body_deadline_s = self.loop.time() + BODY_S
 
     def on_body(self, body: bytes) -> None:
-        if not self.cycle.response_complete:  # what is thrown away gets no more time
+        if not self.cycle.response_complete:  # a discarded body gets no more time
             self._body_deadline_s += len(body) / MIN_BODY_BYTES_PER_S
         super().on_body(body)
 
@@ -170,18 +163,17 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser does not understand."""
-        self._refuse(400, "this is no valid HTTP request; send HTTP/1.1, without TLS", "bad_request")
+        self._refuse(400, "not a valid HTTP request; send HTTP/1.1, without TLS", "bad_request")
 
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _let_in(self) -> bool:
-        """Note that a caller was let in; False: there is no room for another one."""
+        """Mark the connection as authenticated; False: the limit is reached."""
         if not self._open_connections.let_in(self):
             return False
-        if self._is_in_head:  # the whole request had come before the guard looked at it
+        if self._is_in_head:  # the whole request arrived before the guard saw it
             self._open_connections.answer(self)
         return True
 
@@ -210,9 +202,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self.abort()
 
     def _count_unread(self) -> int:
-        """Return what waits for the client here and in the system, which takes more by the megabyte only."""
+        """Return the unsent bytes here and in the kernel, whose buffer holds megabytes."""
         num_bytes = self.transport.get_write_buffer_size()
-        with suppress(OSError):  # a socket that is closing, or a system that does not tell
+        with suppress(OSError):  # closing, or not supported
             queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
             num_bytes += int.from_bytes(queued, sys.byteorder)
         return num_bytes
@@ -223,27 +215,27 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if not self._is_in_head:
             self._time_out_body()
-        elif self._is_answering:  # a few bytes after a request do not end the stream that answers it
+        elif self._is_answering:  # a few extra bytes do not end a running stream
             self._start_timer(HEAD_S)
         else:
             self.transport.close()
 
     def _time_out_body(self) -> None:
         left_s = self._body_deadline_s - self.loop.time()
-        if self.pipeline or self.flow.read_paused:  # it is not the client who lets us wait
+        if self.pipeline or self.flow.read_paused:  # we are not waiting for the client
             self._body_deadline_s += BODY_S
             self._start_timer(BODY_S)
         elif left_s > 0:
             self._start_timer(left_s)
         else:
             message = (
-                f"the body came too slowly; the limit: {BODY_S:g} s, and 1 s more for every "
-                f"{MIN_BODY_BYTES_PER_S} bytes; send less, or over a faster line"
+                f"the body arrived too slowly, limit: {BODY_S:g} s and 1 s for every {MIN_BODY_BYTES_PER_S} "
+                "bytes; send less, or over a faster connection"
             )
             self._refuse(408, message, "body_too_slow")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer and close, or only close where the client would take this for a part of another answer."""
+        """Respond and close; only close if the client would take this for part of another response."""
         is_expected = not self._is_answering if self._is_in_head else not self.cycle.response_started
         if is_expected:
             exchange = Exchange() if self._is_in_head else exchange_of(self.cycle.scope)
@@ -252,7 +244,7 @@ class LimitedProtocol(HttpToolsProtocol):
             body = spell(Fault(status, message, code), path)
             record = exchange.record
             record.status, record.num_sent_bytes, record.is_whole = status, len(body), True
-            if self._is_in_head:  # else the application ends the exchange when it finds the client gone
+            if self._is_in_head:  # else the application ends the exchange
                 record.request_id, record.ended_s = exchange.own_id, time.monotonic()
                 record.peer = None if self.client is None else self.client[0]
                 self._on_refused(record)
@@ -266,7 +258,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Send:
-    """Have an answer of unknown length end with its connection: HTTP/1.0 knows no chunks."""
+    """End a response of unknown length by closing the connection: HTTP/1.0 has no chunks."""
     send: Send = cycle.send  # type: ignore[assignment] # the same by starlette's name
     has_length = True
 

@@ -1,4 +1,4 @@
-"""The headers by which OpenAI's clients know how much they may ask, and when again. Limits nothing."""
+"""The rate-limit and retry headers of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from hearth.core.types import RateStatus
 
-#: All that the functions below may return, for browsers to show them to pages.
+#: All headers of the functions below, which browsers must be told to expose.
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{figure}-{what}"
     for figure in ("limit", "remaining", "reset")
@@ -16,7 +16,6 @@ RETRY_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 
 
 def rate_limit_headers(status: RateStatus | None) -> dict[str, str]:
-    """Return what is left of a key's limits per minute; nothing of a limit that it has not."""
     headers: dict[str, str] = {}
     if status is not None:
         for what, window in (("requests", status.requests), ("tokens", status.tokens)):
@@ -28,7 +27,7 @@ def rate_limit_headers(status: RateStatus | None) -> dict[str, str]:
 
 
 def retry_headers(retry_s: float | None) -> dict[str, str]:
-    """Return when to try again, in whole seconds and more exactly; None: that would not help."""
+    """`retry_s` None: a retry would not help."""
     if retry_s is None:
         return {"x-should-retry": "false"}
     num_ms = math.ceil(retry_s * 1000)
@@ -36,7 +35,7 @@ def retry_headers(retry_s: float | None) -> dict[str, str]:
 
 
 def openai_duration(seconds: float) -> str:
-    """Return a duration as OpenAI spells them: `0s`, `120ms`, `7.66s`, `1m0s`."""
+    """Format a duration as OpenAI does: `0s`, `120ms`, `7.66s`, `1m0s`."""
     num_ms = math.ceil(seconds * 1000)
     if 0 < num_ms < 1000:
         return f"{num_ms}ms"

@@ -1,4 +1,4 @@
-"""The routes of vLLM that turn texts into tokens and back: /tokenize and /detokenize. Generates nothing."""
+"""vLLM's routes /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -28,35 +28,34 @@ if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
     from hearth.text.tokenizer import Tokenizer
 
-_MODEL = Field(description="The name or an alias of a deployed model.", min_length=1, max_length=256)
+_MODEL = Field(description="Name or alias of a deployed model.", min_length=1, max_length=256)
 
 
 class TokenizeTextBody(Strict):
-    """A text, as a prompt of plain completions."""
+    """A text, tokenised like a prompt of plain completions."""
 
     model: Text = _MODEL
     prompt: Text
     add_special_tokens: bool | None = Field(
-        None, description="As the model's tokenizer does; so it is usual."
+        None, description="Add the special tokens of the tokenizer; default: true."
     )
-    return_token_strs: bool | None = Field(None, description="Tell the tokens' names in the vocabulary, too.")
+    return_token_strs: bool | None = Field(None, description="Also return the vocabulary entries.")
 
     def asked(self, tokenizer: Tokenizer) -> str:
         return self.prompt
 
 
 class TokenizeChatBody(ChatBody):
-    """A conversation: what a request of chat with the same fields would have for its prompt."""
+    """A conversation, tokenised like a chat request with the same fields."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = {
         name: field for name, field in unread_fields.CHAT.items() if name != "add_special_tokens"
     }
 
-    add_special_tokens: bool | None = Field(None, description="Beside those that the chat template writes.")
-    return_token_strs: bool | None = Field(None, description="Tell the tokens' names in the vocabulary, too.")
+    add_special_tokens: bool | None = Field(None, description="In addition to those of the chat template.")
+    return_token_strs: bool | None = Field(None, description="Also return the vocabulary entries.")
 
     def asked(self, tokenizer: Tokenizer) -> ChatPrompt:
-        """Return the prompt; raises as `answer_spec` does."""
         dialect = CompletionDialect(CHAT, fingerprint="", includes_usage=False, has_service_tier=False)
         prompt = self.answer_spec(dialect, tokenizer if self.uses_tools else None).requests[0].prompt
         assert isinstance(prompt, ChatPrompt), f"{type(prompt)=}"
@@ -64,8 +63,6 @@ class TokenizeChatBody(ChatBody):
 
 
 class DetokenizeBody(Strict):
-    """Tokens whose text is wanted."""
-
     model: Text = _MODEL
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_VALUES)]
 
@@ -87,7 +84,7 @@ TokenizeBody = Annotated[
 def tokenize_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     routes = APIRouter(tags=["vLLM"], route_class=JsonRoute)
 
-    @routes.post("/tokenize", summary="Turn a text or a conversation into tokens")
+    @routes.post("/tokenize", summary="Tokenise a text or a conversation")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         caller = caller_of(request)
         with gateway.admissions.admit(caller):
@@ -100,7 +97,7 @@ def tokenize_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         told = {"count": len(tokens), "max_model_len": max_context, "tokens": tokens, "token_strs": names}
         return as_json(told, headers=answers.count_ignored(body.ignored_fields))
 
-    @routes.post("/detokenize", summary="Turn tokens into a text")
+    @routes.post("/detokenize", summary="Detokenise")
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         caller = caller_of(request)
         with gateway.admissions.admit(caller):

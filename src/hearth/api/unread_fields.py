@@ -1,8 +1,7 @@
-"""The fields that clients send and nothing here reads: which are refused, and how the others are told.
+"""Fields of other servers that Hearth does not implement.
 
-A field of another server that would change the answer is refused by name: to drop it in silence would give an
-answer that nobody asked for. Its value that changes nothing is accepted. Real clients send much else: that is
-accepted, listed in a header of the answer and counted. Reads no body itself.
+A field that would change the answer is refused by name, unless its value changes nothing. All other unknown
+fields are accepted, listed in a response header and counted.
 """
 
 from __future__ import annotations
@@ -11,24 +10,41 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-#: The kind of pydantic's error for a field that is refused by its name, which is in the error's context.
+#: pydantic's error type of a refused field, whose name is in the error's context.
 REFUSED_FIELD = "refused_field"
-#: The header that lists the fields of a request that were ignored.
+#: The response header that lists ignored fields.
 IGNORED_FIELDS = "x-hearth-ignored-fields"
-#: The most fields that a request is told of, and counted for.
+#: Ignored fields of a request that are reported and counted.
 MAX_IGNORED = 16
-#: The longest name in the header; the rest of a longer one is cut off.
+#: Longer names are cut.
 MAX_NAME_CHARS = 64
 
-#: Fields that many clients send and that change no answer. Metrics count them by name, all others as one.
+#: Frequent ignored fields. Metrics count them by name, all others as one.
 FREQUENT = frozenset(
     [
-        *("metadata", "store", "safety_identifier", "prompt_cache_key", "prediction"),
-        *("priority", "request_id", "cache_prompt", "return_progress", "guided_decoding_backend"),
-        *("stream_options.include_obfuscation", "stream_options.continuous_usage_stats"),
-        *("tools.function.strict", "tools.strict", "input.reasoning", "reasoning.summary", "truncation"),
-        *("thinking", "context_management", "options.num_ctx", "options.repeat_last_n"),
-        *("options.num_gpu", "options.num_thread"),
+        "cache_prompt",
+        "context_management",
+        "guided_decoding_backend",
+        "input.reasoning",
+        "metadata",
+        "options.num_ctx",
+        "options.num_gpu",
+        "options.num_thread",
+        "options.repeat_last_n",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "reasoning.summary",
+        "request_id",
+        "return_progress",
+        "safety_identifier",
+        "store",
+        "stream_options.continuous_usage_stats",
+        "stream_options.include_obfuscation",
+        "thinking",
+        "tools.function.strict",
+        "tools.strict",
+        "truncation",
     ]
 )
 OTHER = "other"
@@ -38,9 +54,9 @@ OTHER = "other"
 class UnsupportedField:
     """A field of another server that would change the answer."""
 
-    neutral: tuple[object, ...]  #: the values that change nothing, as null does
+    neutral: tuple[object, ...]  #: values that change nothing, besides null
     instead: str  #: what to do
-    like: str | None  #: a field that is read and means the same: its value, said twice, changes nothing
+    like: str | None  #: our name of the same field; an equal value is accepted
 
 
 def _fields(
@@ -51,8 +67,8 @@ def _fields(
     return {name: UnsupportedField(neutral, instead, like) for name in names.split()}
 
 
-_SCHEMA = "hold the output to a form by `response_format` or `structured_outputs`, or leave it out"
-_TO_TEMPLATE = "put what the model's chat template reads into `chat_template_kwargs`"
+_SCHEMA = "use `response_format` or `structured_outputs`, or leave it out"
+_TO_TEMPLATE = "put variables of the model's chat template into `chat_template_kwargs`"
 
 #: Fields of vLLM, SGLang, llama.cpp, Ollama, TGI, text-generation-webui and of OpenAI's other endpoints.
 _EVERYWHERE = {
@@ -109,27 +125,27 @@ CHAT = _EVERYWHERE | {
     **_fields("mm_processor_kwargs", {}),
 }
 COMPLETION = _EVERYWHERE | {
-    **_fields("top_logprobs", 0, instead="set `logprobs` to how many are wanted"),
+    **_fields("top_logprobs", 0, instead="set `logprobs` to their number"),
     **_fields("messages tools functions", [], instead="use `/v1/chat/completions`"),
     **_fields("continue_final_message", False, instead="use `/v1/chat/completions`"),
     **_fields("add_special_tokens", True),
 }
-_BY_MODEL = "leave it out: embeddings have as many numbers as the model's hidden states"
+_BY_MODEL = "leave it out: embeddings have the hidden size of the model"
 EMBEDDING = {
     **_fields("dimensions", instead=_BY_MODEL),
     **_fields("prompt messages", "", [], instead="use `input`"),
     **_fields("truncate_prompt_tokens", instead="shorten the input"),
     **_fields("truncate", False, instead="shorten the input"),
     **_fields("normalize add_special_tokens", True),
-    **_fields("stream", False, instead="leave it out: embeddings come in one"),
+    **_fields("stream", False, instead="leave it out: embeddings are not streamed"),
     **_fields("input_type instruction task prompt_name", "", instead="write it into the input"),
     **_fields("embedding_types", [], ["float"], instead="use `encoding_format`"),
     **_fields("embed_dtype", "float32", "float"),
     **_fields("adapter_id lora_path"),
 }
-_TEXT_FORMAT = "hold the output to a JSON schema by `text.format`, or leave it out"
+_TEXT_FORMAT = "use `text.format` with a JSON schema, or leave it out"
 _READ_THERE = frozenset(["instructions", "max_output_tokens", "reasoning"])
-#: Those of chat, with other words where they are done otherwise here, and some of chat's own.
+#: Fields of chat, with other remedies, and chat's own fields that are named differently here.
 RESPONSE = {
     **{name: field for name, field in CHAT.items() if name not in _READ_THERE},
     **_fields("max_tokens max_completion_tokens max_new_tokens", like="max_output_tokens"),
@@ -145,27 +161,26 @@ RESPONSE = {
     **_fields("prompt_logprobs"),
     **_fields("messages", [], instead="send them as `input`"),
     **_fields("system template", "", instead="use `instructions`"),
-    **_fields("continue_final_message", False, instead="end with a message of the user: none is continued"),
+    **_fields("continue_final_message", False, instead="end with a user message: no message is continued"),
     **_fields("add_generation_prompt", True),
     **_fields("reasoning_effort", instead="use `reasoning.effort`"),
-    # What OpenAI keeps or does for its clients.
-    **_fields("prompt", instead="make it a part of `input`: prompts are not kept here"),
+    # Services of OpenAI.
+    **_fields("prompt", instead="make it a part of `input`: prompts are not stored here"),
     **_fields("conversation", instead="use `previous_response_id`, or send all of it as `input`"),
-    **_fields("background", False, instead="wait for the answer, or have it streamed"),
+    **_fields("background", False, instead="wait for the answer, or use `stream`"),
     **_fields("context_management", [], instead="send fewer items as `input`"),
-    **_fields("moderation", instead="have it done elsewhere"),
+    **_fields("moderation", instead="moderate elsewhere"),
 }
-#: Of the `text` of a response.
 RESPONSE_TEXT = _fields("verbosity", "medium", instead=_TO_TEMPLATE)
-#: Of a message. Other fields of one reach the chat template.
+#: Of a message; its other fields reach the chat template.
 MESSAGE = {
     **_fields("prefix partial", False, instead="set `continue_final_message` of the body"),
     **_fields("images", [], instead="send text"),
     **_fields("audio", instead="send text"),
     **_fields("function_call", instead="use `tool_calls`"),
 }
-#: Of Anthropic's messages, and of other APIs whose fields people may expect there.
-_BY_CHAT = "use `/v1/chat/completions`, which has it"
+#: Of Anthropic's messages, and fields of other APIs there.
+_BY_CHAT = "use `/v1/chat/completions`, which supports it"
 MESSAGES = {
     **_fields("mcp_servers", []),
     **_fields("container"),
@@ -179,11 +194,11 @@ MESSAGES = {
     **_fields("repetition_penalty", 1, instead=_BY_CHAT),
     **_fields("functions", [], instead="use `tools`"),
 }
-#: Of Ollama's API: of its bodies, of a message there, and of `options`.
+#: Of Ollama's bodies, messages and options.
 OLLAMA = {
     **_fields("images", [], instead="send text"),
-    **_fields("template", "", instead="send `raw`, and the prompt as the model is to see it"),
-    **_fields("suffix", "", instead="put it into the prompt, and send `raw`"),
+    **_fields("template", "", instead="send `raw` with the complete prompt"),
+    **_fields("suffix", "", instead="put it into the prompt and send `raw`"),
     **_fields("logprobs top_logprobs", False, 0, instead=_BY_CHAT),
     **_fields("tool_choice", "auto", instead=_BY_CHAT),
 }
@@ -194,9 +209,7 @@ OLLAMA_OPTIONS = {
     **_fields("max_tokens", like="num_predict"),
     **_fields("repetition_penalty", like="repeat_penalty"),
 }
-OLLAMA_EMBED = _fields("images", [], instead="send text") | _fields(
-    "dimensions", 0, instead="leave it out: an embedding has as many numbers as the model is wide"
-)
+OLLAMA_EMBED = _fields("images", [], instead="send text") | _fields("dimensions", 0, instead=_BY_MODEL)
 STRUCTURED_OUTPUTS = {
     **_fields("structural_tag whitespace_pattern"),
     **_fields("disable_any_whitespace disable_additional_properties", False),
@@ -209,9 +222,9 @@ def refused(
     unsupported: Mapping[str, UnsupportedField],
     value_of: Callable[[str], object],
 ) -> str | None:
-    """Return the name of a field that would change the answer and is not supported; None: there is none.
+    """Return the name of an unsupported field that would change the answer, or None.
 
-    `value_of` tells the value of a field that is read.
+    `value_of` returns the effective value of a supported field.
     """
     for name in sorted(unsupported.keys() & fields.keys()):
         value, field = fields[name], unsupported[name]
@@ -223,7 +236,7 @@ def refused(
 
 
 def ignored_fields_header(names: Sequence[str]) -> dict[str, str]:
-    """Return the header that lists ignored fields, none if there are none. The names may be anything."""
+    """Return the header that lists ignored fields, if any. Names are not trusted."""
     if not names:
         return {}
     spelt = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_NAME_CHARS]) for name in names[:MAX_IGNORED]]
@@ -231,5 +244,5 @@ def ignored_fields_header(names: Sequence[str]) -> dict[str, str]:
 
 
 def metric_labels(names: Sequence[str]) -> list[str]:
-    """Return the label of each ignored field, one of a closed set."""
+    """Return the label of each ignored field, from a closed set."""
     return [name if name in FREQUENT else OTHER for name in names[:MAX_IGNORED]]

@@ -1,4 +1,4 @@
-"""The `hearth` command: reads flags, puts the parts together and prints; `commands.py` has all of it."""
+"""The `hearth` command; see `commands.py`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         from hearth.cli.commands import run_command  # only now: it takes a second
 
         run_command(argv, template)
-    except KeyboardInterrupt:  # while modules are imported; what runs by then sees to it by itself
+    except KeyboardInterrupt:  # during imports; commands handle it themselves
         sys.exit(130)
 
 
 def _early_template(words: Sequence[str]) -> TemplateProcess | None:
-    """Start the template of a service that these words start; it ends with this process, whatever comes."""
+    """Start the process that workers are forked from, if this is `hearth serve`: its imports take long."""
     if words[:1] != ["serve"] or {"-h", "--help"} & set(words):
         return None
     try:
         os.fstat(2)
         return start_template(errors=2)
-    except OSError:  # the service will try, and tell of it
+    except OSError:  # the service tries again, and logs why it fails
         return None

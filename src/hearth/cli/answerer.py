@@ -1,7 +1,4 @@
-"""The answerers of `hearth run` and `hearth chat`: a running service, or a model in this process.
-
-Prints no answer.
-"""
+"""The answer sources of `hearth run` and `hearth chat`: a running service, or a model in this process."""
 
 from __future__ import annotations
 
@@ -50,12 +47,10 @@ class Answerer(Protocol):
     def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]: ...
 
     def wait_loaded(self) -> LoadRecord | None:
-        """Return the record of the load, once it has ended, if it happened in this process."""
+        """Wait for the load, if it happens in this process, and return its record."""
 
 
 class ServiceAnswerer:
-    """A model of a running service."""
-
     def __init__(self, client: Client, name: str) -> None:
         self._client = client
         self._name = name
@@ -97,15 +92,13 @@ def _deltas(deltas: Iterator[Delta]) -> Generator[AnswerDelta, None, None]:
 
 @dataclass(frozen=True, slots=True)
 class LocalAdapter:
-    """An adapter that is deployed here."""
-
     name: str
     where: str
 
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """The options of a model that is loaded in this process; a service has its own configuration."""
+    """Options for a model in this process; a service has its own configuration."""
 
     device: str = "auto"
     dtype: str = "auto"
@@ -114,7 +107,6 @@ class LocalOptions:
 
     @property
     def given(self) -> list[str]:
-        """The flags of the options that were given."""
         flags = {
             "--device": self.device != "auto",
             "--dtype": self.dtype != "auto",
@@ -133,7 +125,7 @@ def answerer_of(
     data_dir: Path,
     options: LocalOptions,
 ) -> Iterator[Answerer]:
-    """Yield the model: of a path or URL in this process, of a name in the service if one runs."""
+    """Yield a model: a path or URL in this process, a name from the running service if there is one."""
     config = configured(options.config, options.settings)
     if is_place(model):
         refuse_url(url, model)
@@ -154,12 +146,10 @@ def answerer_of(
         return
     with client:
         if options.given:
-            instead = (
-                f" and name its `--data-dir {shlex.quote(str(data_dir))}`" if data_dir != named_dir else ""
-            )
+            instead = f" and pass `--data-dir {shlex.quote(str(data_dir))}`" if data_dir != named_dir else ""
             raise ConfigError(
                 f"`{options.given[0]}` is for models in this process, but the service at `{client.url}` "
-                f"would answer; leave it out{instead}, or name the model by its path"
+                f"would answer; drop it{instead}, or give the path of the model"
             )
         with named(model):
             there = ServiceAnswerer(client, model)
@@ -172,8 +162,8 @@ def _loaded(
 ) -> Iterator[LocalAnswerer]:
     if adapter is not None and "://" in adapter.where:
         raise ConfigError(
-            f"the adapter `{adapter.name}` lies at `{adapter.where}`, from where only a service loads it; "
-            "start one with `hearth serve`, and ask again"
+            f"the adapter `{adapter.name}` is at `{adapter.where}`, which only a service can load; "
+            "start one with `hearth serve` and try again"
         )
     log_beside_answer(config)
     with err.status(f"loading {where}"):

@@ -1,4 +1,4 @@
-"""`hearth chat`: a conversation, line by line, with a terminal or a pipe. Keeps nothing of it."""
+"""`hearth chat`: a conversation in a terminal or from a pipe."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from hearth.core.types import SamplingParams
 if TYPE_CHECKING:
     from hearth.text.chat_template import Message
 
-HELP = "/clear forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+HELP = "/clear starts over, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 
 
 @app.command(rich_help_panel="Questions")
 def chat(
     context: typer.Context,
     name: ModelName,
-    system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
-    seed: Annotated[int | None, typer.Option(help="Repeats a conversation exactly.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.7,
+    seed: Annotated[int | None, typer.Option(help="Makes the conversation reproducible.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -48,8 +48,8 @@ def chat(
 ) -> None:
     """Talk with a model.
 
-    /clear forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer. From a pipe every line is a
-    message. Without a running service the model is loaded in this process.
+    /clear starts over, /exit or Ctrl-D quits, Ctrl-C stops an answer. From a pipe, every line is a message.
+    Uses the running service, or loads the model in this process.
 
     [bold]Examples[/bold]
 
@@ -81,7 +81,7 @@ def _talk(
                 messages = list(beginning)
                 continue
             case word if word.startswith("/") and is_terminal:
-                err.print(Text(f"no command `{word}`: {HELP}", style="yellow"))
+                err.print(Text(f"unknown command `{word}`: {HELP}", style="yellow"))
                 continue
         conversation: list[Message] = [*messages, {"role": "user", "content": line.strip()}]
         try:
@@ -96,7 +96,7 @@ def _talk(
 
 
 def _answer(answerer: Answerer, messages: list[Message], params: SamplingParams) -> str:
-    """Stream an answer to standard output and return it; Ctrl-C ends it early."""
+    """Stream an answer to standard output and return it; Ctrl-C stops it early."""
     texts: list[str] = []
     try:
         with closing(answerer.chat(messages, params)) as deltas:

@@ -1,7 +1,4 @@
-"""A client of the service over HTTP, as commands need it. Prints nothing.
-
-httpx is imported when a client is made: it takes longer than all the rest of `hearth --help`.
-"""
+"""The HTTP client of commands. httpx is imported late: that takes longer than the rest of `hearth --help`."""
 
 from __future__ import annotations
 
@@ -39,19 +36,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CONNECT_S = 5.0
-#: Time for answers that need no model; a stream may be silent for as long as a model takes to start.
+#: Timeout of everything but streams, which may be silent while a model starts.
 ANSWER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """A part of an answer. The last one has a finish reason; a count of tokens may follow it."""
+    """A part of an answer. The last has a finish reason; a token count may follow it."""
 
     text: str
     finish_reason: str | None = None
     token_ids: tuple[int, ...] = ()  #: only of a model in this process
     num_tokens: int | None = None  #: of the whole answer
-    request_id: str | None = None  #: of a service, which explains the answer by it
+    request_id: str | None = None  #: of a service, for `hearth explain`
 
 
 class _Error(msgspec.Struct):
@@ -83,8 +80,6 @@ class _Chunk(msgspec.Struct):
 
 
 class _DeployEvent(msgspec.Struct):
-    """An event of a deployment: progress, or the model at the end."""
-
     event: str
     phase: str = ""
     done_bytes: int = 0
@@ -93,8 +88,6 @@ class _DeployEvent(msgspec.Struct):
 
 
 class SnapshotEvent(msgspec.Struct):
-    """An event while a snapshot is made: progress, or the snapshot at the end."""
-
     event: str
     phase: str = ""
     num_done: int = 0
@@ -103,10 +96,10 @@ class SnapshotEvent(msgspec.Struct):
 
 
 class Client:
-    """A connection to one service. Methods raise the errors that the service answers with."""
+    """A connection to one service. Methods raise the errors of the service."""
 
     def __init__(self, url: str, key: str | None, *, is_direct: bool = False) -> None:
-        """Connect when first asked. `is_direct`: through no proxy, for a service of this machine."""
+        """`is_direct`: use no proxy. Connects at the first request."""
         import httpx
 
         self.url = url.rstrip("/")
@@ -116,7 +109,7 @@ class Client:
             self._http = httpx.Client(
                 base_url=self.url,
                 timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
-                # Nothing encrypted has a certificate, and to read those of all authorities takes 20 to 50 ms.
+                # Loading the certificates of all authorities takes 20 to 50 ms.
                 verify=httpx.URL(self.url).scheme != "http",
                 # A proxy cannot reach this machine's own service.
                 trust_env=not (is_direct or is_loopback(host)),
@@ -136,9 +129,8 @@ class Client:
         self._http.close()
 
     def health(self) -> Health:
-        """Return the health of a service, also of one that is starting or draining and answers 503.
-
-        The key is not sent: this may be asked to find out whether a service may see it.
+        """Return the health, also of a service that responds 503. Does not send the key: this is how
+        commands find out whether the service may see it.
         """
         with self._answered("GET", "/health", may_be=(503,), has_key=False) as response:
             return self._decoded(response.read(), Health)
@@ -147,7 +139,7 @@ class Client:
         return self._get("/hearth/models", list[ModelView])
 
     def model(self, name: str, *, look: bool = False) -> ModelView:
-        """Return a deployed model; `look`: ask what it was deployed from whether that has changed."""
+        """`look`: check the source of the model for changes."""
         return self._get(f"/hearth/models/{_segment(name)}{'?look=true' if look else ''}", ModelView)
 
     def ps(self) -> ProcessView:
@@ -169,7 +161,7 @@ class Client:
     def deploy(
         self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool, base: str | None = None
     ) -> Iterator[DeployProgress | ModelView]:
-        """Yield progress, and last the model. Leaving early calls the deployment off."""
+        """Yield progress, and last the model. Closing the generator early cancels the deployment."""
         from hearth.control.deploy.deploy import DeployProgress
 
         body = {"source": source, "name": name, "dtype": dtype, "quant": quant, "overwrite": overwrite}
@@ -183,7 +175,7 @@ class Client:
                 yield DeployProgress(event.phase, event.done_bytes, event.total_bytes)
 
     def make_snapshot(self, name: str) -> Iterator[SnapshotEvent | SnapshotView]:
-        """Yield progress, and last the snapshot. Leaving early stops nothing."""
+        """Yield progress, and last the snapshot. Closing the generator early stops nothing."""
         path = f"/hearth/models/{_segment(name)}/snapshot"
         with self._answered("POST", path, {}, is_stream=True) as response:
             for data in _server_sent(response.iter_bytes()):
@@ -196,11 +188,11 @@ class Client:
     def chat(
         self, model: str, messages: Sequence[Message], params: SamplingParams
     ) -> Generator[AnswerDelta, None, None]:
-        """Stream the answer to a conversation. Closing the generator early ends the request."""
+        """Stream an answer. Closing the generator early cancels the request."""
         return self._deltas("/v1/chat/completions", {"model": model, "messages": list(messages)}, params)
 
     def complete(self, model: str, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
-        """Stream the continuation of a text. Closing the generator early ends the request."""
+        """Stream a continuation. Closing the generator early cancels the request."""
         return self._deltas("/v1/completions", {"model": model, "prompt": prompt}, params)
 
     def _deltas(
@@ -223,7 +215,7 @@ class Client:
                 if chunk.usage is not None:
                     yield AnswerDelta("", num_tokens=chunk.usage.completion_tokens, request_id=request_id)
         if not is_ended:
-            raise Unreached(f"the service at `{self.url}` ended in the middle of its answer; ask again")
+            raise Unreached(f"the service at `{self.url}` stopped in the middle of its answer; try again")
 
     def _get(self, path: str, kind: type[T]) -> T:
         with self._answered("GET", path) as response:
@@ -240,10 +232,9 @@ class Client:
         is_stream: bool = False,
         has_key: bool = True,
     ) -> Iterator[httpx.Response]:
-        """Yield a response that succeeded or has a status of `may_be`.
+        """Yield a response that succeeded or has a status in `may_be`.
 
-        Raises:
-            Unreached: no service answers, or it broke off, also while the response is read.
+        Raises Unreached if the connection fails, also while the response is read.
         """
         import httpx
 
@@ -285,7 +276,7 @@ class Client:
 
 
 def _host_of(url: str) -> str:
-    """Return the host of a service's URL. Raises ConfigError if it is none."""
+    """Return the host of a URL. Raises ConfigError."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -305,7 +296,7 @@ def _segment(name: str) -> str:
 
 
 def _server_sent(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the data of server-sent events, up to [DONE]; bytes, because text also breaks at U+2028."""
+    """Yield the data of server-sent events, up to [DONE]. Splits bytes: text would also split at U+2028."""
     rest = b""
     for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -327,20 +318,19 @@ def _error_of(status: int, headers: Mapping[str, str], body: bytes, url: str) ->
     return _named(error, status, headers.get("retry-after"))
 
 
-#: The labels of errors whose code is OpenAI's.
+#: The labels of errors that have a code of OpenAI.
 _LABELS = {"context_length_exceeded": PromptTooLong.label, "invalid_api_key": Unauthorized.label}
 
 
 def _named(error: _Error, status: int, retry_after: str | None) -> HearthError:
-    """Return the error of the class that its code or status names."""
     if status == Overloaded.http_status or error.code == Overloaded.label:
         is_number = retry_after is not None and retry_after.isdecimal()  # a proxy may give a date
         return Overloaded(error.message, float(retry_after or 1) if is_number else 1.0)
     named = error_of(_LABELS.get(str(error.code), str(error.code)), error.message)
-    if isinstance(named, Unauthorized):  # who writes a program is told of headers
+    if isinstance(named, Unauthorized):  # the service's message is about headers
         what = error.message.partition(";")[0]
         return Unauthorized(
-            f"{what}; give what `hearth keys add` printed, by `--api-key` or as HEARTH_API_KEY"
+            f"{what}; pass the key that `hearth keys add` printed, by `--api-key` or HEARTH_API_KEY"
         )
     is_refusal = 400 <= status < 500
     return RequestError(error.message) if is_refusal and type(named) is HearthError else named

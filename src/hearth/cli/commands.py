@@ -1,7 +1,7 @@
-"""All commands in one application, and what comes of their errors. It decides nothing about serving.
+"""The application of all commands, and the exit codes of their errors.
 
-A module of commands is imported when one of them is asked for, torch and all that needs it inside a command,
-so that `hearth ps` and `hearth --help` answer at once.
+Only the module of the requested command is imported, and torch only inside commands, so that `hearth ps` and
+`hearth --help` start fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hearth.core.errors import ConfigError, HearthError, ModelError, RequestErro
 from hearth.core.version import hearth_version
 from hearth.node.template_process import TemplateProcess
 
-#: The modules that add commands to the application, in the order of the help, and the commands of each.
+#: The commands of each module, in the order of the help.
 MODULES: Mapping[str, tuple[str, ...]] = {
     "run": ("run",),
     "chat": ("chat",),
@@ -39,14 +39,13 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 
 
 def whole_app() -> typer.Typer:
-    """Return the application with all commands."""
     for module in MODULES:
         import_module(f"hearth.cli.{module}")
     return app
 
 
 def _app_for(words: Sequence[str]) -> typer.Typer:
-    """Return the application with the command that these words name; with all where they name none."""
+    """Return the application with the command that `words` name, or with all commands."""
     for module, commands in MODULES.items():
         if words[:1] and words[0] in commands:
             import_module(f"hearth.cli.{module}")
@@ -55,21 +54,21 @@ def _app_for(words: Sequence[str]) -> typer.Typer:
 
 
 def _words() -> Sequence[str]:
-    """Return the words of this process; where bash asks for what may follow, those in front of the last."""
+    """Return the arguments of this process; for shell completion, those before the cursor."""
     if "_HEARTH_COMPLETE" not in os.environ:
         return sys.argv[1:]
     return os.environ.get("COMP_WORDS", "").split()[1 : int(os.environ.get("COMP_CWORD") or 0)]
 
 
 def run_command(argv: Sequence[str] | None, template: TemplateProcess | None) -> None:
-    """Run a command and exit; None: that of this process. `template`: of the service that it may start."""
+    """Run a command and exit. `argv` None: the arguments of this process."""
     app = _app_for(_words()) if argv is None else whole_app()
     try:
         command_of(app)(argv, prog_name="hearth", obj=template)
     except HearthError as error:
         _complain(str(error))
         sys.exit(_code(error))
-    except OSError as error:  # of a file or device that no command expects to fail
+    except OSError as error:
         where = "" if error.filename is None else f"`{error.filename}`: "
         _complain(f"{where}{error.strerror or error}")
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""The parts that commands share: the application, its printing, common options. No command is here."""
+"""The parts that commands share: the application, common options, configuration and printing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(
     help="Serve many large language models on few GPUs.",
     epilog=(
         "Start with `hearth demo`, or `hearth deploy SOURCE` and `hearth serve`, then `hearth chat NAME`. "
-        "Exit codes: 0 done, 1 failed, 2 wrong input, 3 no service or no such model or request, "
+        "Exit codes: 0 success, 1 failure, 2 wrong input, 3 no such service, model or request, "
         "130 interrupted."
     ),
     no_args_is_help=True,
@@ -54,17 +54,17 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-#: For the help of options, where the choices in one word are too long for the column.
+#: For help texts, where Typer's list of choices is too wide.
 SPELLED_DTYPES = "auto, float32, float16 or bfloat16"
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", envvar=CONFIG, help="Settings in TOML.")
+    Path | None, typer.Option("--config", metavar="FILE", envvar=CONFIG, help="Settings file in TOML.")
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One setting, over all else; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; may be repeated."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT_DATA_DIR = Path("~/.hearth")
 DATA_DIR_VARIABLES = [DATA_DIR, variable_of("service.data_dir")]
 DataDirectory = Annotated[
@@ -73,9 +73,9 @@ DataDirectory = Annotated[
         "--data-dir",
         metavar="DIR",
         envvar=DATA_DIR_VARIABLES,
-        help="Where models, keys and logs are kept.",
+        help="Directory for models, keys and logs.",
         callback=Path.expanduser,
-        readable=False,  # whoever opens it says more about one that is not
+        readable=False,  # later errors say more
     ),
 ]
 Url = Annotated[
@@ -83,40 +83,40 @@ Url = Annotated[
     typer.Option(
         "--url",
         metavar="URL",
-        help="Service to ask; by default the one that runs on the data directory.",
+        help="URL of the service; by default the one that runs on the data directory.",
         show_default=False,
     ),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option("--api-key", metavar="KEY", envvar=API_KEY, help="Key for a service that asks for one."),
+    typer.Option("--api-key", metavar="KEY", envvar=API_KEY, help="API key, if the service requires one."),
 ]
 
 
 def is_flag_given(context: typer.Context, parameter: str) -> bool:
-    """True if a parameter stands on the command line, rather than in the environment or nowhere."""
+    """True if a parameter was given on the command line, not in the environment."""
     source = context.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def data_dir_of(context: typer.Context, data_dir: Path, config: HearthConfig) -> Path:
-    """Return the data directory of flag or environment, or else that of the configuration."""
+    """Return the data directory of the flag or environment, else of the configuration."""
     source = context.get_parameter_source("data_dir")
     is_default = source is None or source.name == "DEFAULT"
     return Path(config.service.data_dir).expanduser() if is_default else data_dir
 
 
 def url_of(path: Path) -> str | None:
-    """Return the URL that was given where a path is taken, which has lost one of its slashes."""
+    """Return the URL that was given as a path; `Path` has dropped one of its slashes."""
     scheme, colon, rest = str(path).partition(":/")
     return f"{scheme}://{rest}" if colon and scheme.isalnum() else None
 
 
 def is_place(text: str) -> bool:
-    """True if a text means a path or URL, where the name of a deployed model could stand as well.
+    """True if `text` is a path or URL, and not the name of a deployed model.
 
-    A folder of the working directory must not stand in for the model of its name, so `./` leads there. Names
-    may hold a `/`, too: what has one within and does not begin like a path is a path only if it is there.
+    Names may contain a `/`: such a text is a path only if the path exists. A directory without a `/` needs
+    `./`, so that it never hides the model of that name.
     """
     if text.startswith((".", "/", "~")) or text.endswith(".gguf") or "://" in text:
         return True
@@ -124,23 +124,22 @@ def is_place(text: str) -> bool:
 
 
 def refuse_url(url: str | None, place: str) -> None:
-    """Raise ConfigError if a service was named for a model that is read in this process."""
     if url is not None:
         raise ConfigError(
-            f"`--url` names a service, but `{place}` is read in this process; name a deployed model, or "
-            "leave `--url` out"
+            f"`--url` is for deployed models, but `{place}` is read in this process; give the name of a "
+            "deployed model, or drop `--url`"
         )
 
 
 @contextmanager
 def named(text: str) -> Iterator[None]:
-    """Add to UnknownModel, if raised within, how to name the files that may have been meant."""
+    """Add a hint to UnknownModel if `text` is also a path."""
     try:
         yield
     except UnknownModel as error:
         if not Path(text).exists():
             raise
-        raise UnknownModel(f"{error}; for the files here, name them as `./{text}`") from error
+        raise UnknownModel(f"{error}; for the local files, write `./{text}`") from error
 
 
 def warn(message: str) -> None:
@@ -151,17 +150,15 @@ def existing(path: Path) -> Path:
     if not path.exists() and (url := url_of(path)):
         raise ModelError(f"`{url}` is a URL, but this command reads local models; `hearth run` takes URLs")
     if not path.exists():
-        raise ModelError(f"no model at `{path}`; name the directory that holds its files, or a GGUF file")
+        raise ModelError(f"no model at `{path}`; give the directory of its files, or a GGUF file")
     return path
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The settings that apply, and where those that are no defaults come from."""
-
     config: HearthConfig
-    origins: Mapping[str, str]  #: a file, a variable or a flag, by setting, like "service.port"
-    notes: tuple[str, ...]  #: variables that look like settings and do not count, and why
+    origins: Mapping[str, str]  #: file, variable or flag of each non-default setting, like "service.port"
+    notes: tuple[str, ...]  #: why variables that look like settings are ignored
 
     def print_notes(self) -> None:
         for note in self.notes:
@@ -169,7 +166,7 @@ class Configuration:
 
 
 def told_origins(origins: Mapping[str, str]) -> str:
-    """Return which settings are no defaults, those of one origin together."""
+    """List the non-default settings by origin."""
     settings: dict[str, list[str]] = {}
     for setting, origin in origins.items():
         settings.setdefault(origin, []).append(setting)
@@ -179,7 +176,7 @@ def told_origins(origins: Mapping[str, str]) -> str:
 def resolved(
     path: Path | None, settings: Sequence[str] | None, flags: Mapping[str, object | None] | None = None
 ) -> Configuration:
-    """Resolve the settings: the file, the environment over it, `--set` over both, flags over all."""
+    """Resolve the settings: flags override `--set`, which overrides the environment, then the file."""
     environment = read_environment(os.environ)
     set_by_hand = dict(map(_setting, settings or ()))
     given = {key: value for key, value in (flags or {}).items() if value is not None}
@@ -196,7 +193,7 @@ def resolved(
 def configured(
     path: Path | None, settings: Sequence[str] | None, flags: Mapping[str, object | None] | None = None
 ) -> HearthConfig:
-    """Return the settings that apply, as `resolved` finds them; print which variables do not count."""
+    """Return the configuration of `resolved`, and print its notes."""
     configuration = resolved(path, settings, flags)
     configuration.print_notes()
     return configuration.config
@@ -207,13 +204,13 @@ def log_to_terminal(config: HearthConfig) -> None:
 
 
 def log_beside_answer(config: HearthConfig) -> None:
-    """Log to a terminal where an answer is read: only what is wrong, unless debugging is asked for."""
+    """Log warnings only, unless `log.level` is debug: the terminal shows an answer."""
     level = "warning" if config.log.level == "info" else config.log.level
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
 
 
 def _setting(text: str) -> tuple[str, object]:
-    """Return `engine.max_seqs=8` as key and value; what is no TOML value is taken as a string."""
+    """Parse `engine.max_seqs=8`; a value that is not TOML is a string."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"`--set` takes KEY=VALUE, like engine.max_seqs=8, given: {text!r}")
@@ -231,7 +228,7 @@ def print_table(title: str, facts: dict[str, object]) -> None:
 
 
 def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print lines for `grep` and `awk`: nothing is wrapped or cut, whatever the terminal's width."""
+    """Print columns for `grep` and `awk`: nothing is wrapped or cut."""
     widths = [max(map(len, column)) for column in zip_longest(header, *rows, fillvalue="")]
     for number, row in enumerate((header, *rows)):
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -239,7 +236,7 @@ def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _cell(value: object) -> str:
-    """Return a value as people read it: digits in groups, equal neighbours in a list counted."""
+    """Format a value: digits in groups, runs of equal items in a list counted."""
     match value:
         case None:
             return "-"

@@ -1,4 +1,4 @@
-"""`hearth convert`, `verify` and `show`: models as files. Loads none."""
+"""`hearth convert`, `verify` and `show`: models as files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NameOrPath = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A deployed model's name, or a directory or GGUF file.",
+        help="Name of a deployed model, or a directory or GGUF file.",
         autocompletion=complete_model,
     ),
 ]
@@ -65,7 +65,7 @@ ConvertedModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Directory of a converted model, or the name of a deployed one.",
+        help="Directory of a converted model, or name of a deployed one.",
         autocompletion=complete_model,
     ),
 ]
@@ -82,7 +82,7 @@ def _local(dest: Path) -> Path:
     return dest
 
 
-DestPath = Annotated[Path, typer.Argument(metavar="DEST", help="Directory to make of it.", callback=_local)]
+DestPath = Annotated[Path, typer.Argument(metavar="DEST", help="Directory to write.", callback=_local)]
 
 
 @app.command(rich_help_panel="Models")
@@ -93,20 +93,20 @@ def convert(
         Dtype,
         typer.Option(
             metavar="DTYPE",
-            help=f"{SPELLED_DTYPES}; auto keeps that of the source, bfloat16 for quantised GGUF.",
+            help=f"{SPELLED_DTYPES}; auto: as in SOURCE, bfloat16 for quantised GGUF.",
         ),
     ] = Dtype.AUTO,
-    quant: Annotated[Quant, typer.Option(help="Store the weights of linears in eight bits.")] = Quant.NONE,
+    quant: Annotated[Quant, typer.Option(help="Quantise linear layers to 8 bits.")] = Quant.NONE,
     base: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="The model that SOURCE is a LoRA adapter of, converted or not."),
+        typer.Option(metavar="PATH", help="Convert SOURCE as a LoRA adapter of this model."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that is there already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a model, or a LoRA adapter of one, to the form that loads by copying.
+    """Convert a model, or a LoRA adapter of a model, to the format that loads by copying.
 
-    It appears when it is complete: interrupted or killed, the command leaves no half model behind.
+    DEST appears only when it is complete, even if the command is killed.
 
     [bold]Examples[/bold]
 
@@ -132,7 +132,12 @@ def convert(
                 manifest = _convert_adapter(source, dest, existing(base), dtype, quant, force, tell)
             else:
                 manifest = convert_model(
-                    *(source, dest), dtype=dtype.value, quant=quant.value, overwrite=force, on_progress=tell
+                    source,
+                    dest,
+                    dtype=dtype.value,
+                    quant=quant.value,
+                    overwrite=force,
+                    on_progress=tell,
                 )
     except KeyboardInterrupt:
         outcome = "nothing was written to" if _version(dest) == before else "but the model was written to"
@@ -152,7 +157,7 @@ def _convert_adapter(
     from hearth.store.format.peft import open_peft
 
     if quant is not Quant.NONE:
-        raise ConfigError(f"an adapter is not quantised, also where its base is; given: --quant {quant}")
+        raise ConfigError(f"adapters cannot be quantised, even if their base is; given: --quant {quant}")
     known = read_base(base)
     if dtype is not Dtype.AUTO:
         known = replace(known, dtype=dtype.value)
@@ -163,9 +168,9 @@ def _convert_adapter(
 def verify(
     model: ConvertedModel, data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson = False
 ) -> None:
-    """Compare a converted model with its hashes.
+    """Verify a converted model against its hashes.
 
-    The exit code is 1 if a byte has changed.
+    The exit code is 1 if any byte has changed.
 
     [bold]Examples[/bold]
 
@@ -190,7 +195,7 @@ def verify(
             json.dumps({"is_whole": not bad, "total_s": total_s, "bad": [asdict(part) for part in bad]})
         )
     elif not bad:
-        typer.echo(f"{path} is whole: {_throughput(manifest, total_s)}")
+        typer.echo(f"{path} is intact: {_throughput(manifest, total_s)}")
     else:
         for part in bad:
             if isinstance(part, BadChunk):
@@ -203,7 +208,7 @@ def verify(
 
 
 def _place_of(model: str, data_dir: Path) -> Path:
-    """Return the directory that is meant: what is there comes before the name of a deployed model."""
+    """Return the directory of a model; an existing path comes before the name of a deployed model."""
     path = Path(model)
     if not path.exists() and not is_place(model):
         with suppress(UnknownModel):
@@ -220,10 +225,10 @@ def show(
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a model is made of.
+    """Show the architecture, size and settings of a model.
 
-    Its weights are not loaded. Of a deployed model the service is asked; where none runs, the data directory.
-    A model from a URL or the Hub is served as it was deployed; `upstream` says whether there is a newer one.
+    Weights are not loaded. A model from a URL or the Hub stays at the version that was deployed; `upstream`
+    says whether there is a newer one.
 
     [bold]Examples[/bold]
 
@@ -259,7 +264,7 @@ def _print_view(view: ModelView) -> None:
     else:
         facts["targets"] = list(view.targets)
     facts["created"] = f"{duration(time.time() - view.created_at_s)} ago"
-    facts["keep_alive"] = "for ever" if view.keep_alive_s is None else duration(view.keep_alive_s)
+    facts["keep_alive"] = "forever" if view.keep_alive_s is None else duration(view.keep_alive_s)
     if view.upstream is not None:
         facts["upstream"] = _upstream(view.upstream)
     print_table(view.name, facts)
@@ -267,13 +272,13 @@ def _print_view(view: ModelView) -> None:
 
 def _upstream(upstream: UpstreamView) -> str:
     deployed = upstream.deployed_version
-    unanswered = f"; no answer just now: {upstream.reason}" if upstream.reason else ""
+    unanswered = f"; check failed: {upstream.reason}" if upstream.reason else ""
     if upstream.noticed_at_s is None:
-        return f"{upstream.state}, deployed is {deployed}{unanswered}"
+        return f"{upstream.state}, deployed: {deployed}{unanswered}"
     ago = duration(time.time() - upstream.noticed_at_s)
     return (
-        f"changed to {upstream.current_version}, noticed {ago} ago; {deployed} is served on, as it was "
-        f"deployed; to take the new one: {upstream.remedy}{unanswered}"
+        f"changed to {upstream.current_version}, noticed {ago} ago; still serving {deployed}; to update: "
+        f"{upstream.remedy}{unanswered}"
     )
 
 
@@ -310,7 +315,7 @@ def _show_place(path: Path, as_json: bool) -> None:
 
 
 def _version(directory: Path) -> int | None:
-    """Return a number that differs once another directory has taken the place of this one."""
+    """Return the inode, which changes when the directory is replaced."""
     try:
         return directory.stat().st_ino
     except OSError:

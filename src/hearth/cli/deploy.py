@@ -1,4 +1,4 @@
-"""`hearth deploy`, `list` and `rm`, through the service where one runs. Converts nothing itself."""
+"""`hearth deploy`, `list` and `rm`, through the running service or in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from hearth.core.errors import ConfigError, ModelError, Unreached
 if TYPE_CHECKING:
     from hearth.control.deploy.deploy import DeployProgress
 
-#: What a repository of the Hugging Face Hub is called elsewhere, without `hf:`.
+#: A repository of the Hugging Face Hub without `hf:`.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -49,38 +49,38 @@ def deploy(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Directory of Hugging Face or PEFT, GGUF file, converted model, hf:ORG/NAME, or URL.",
+            help="Hugging Face or PEFT directory, GGUF file, converted model, hf:ORG/NAME, or URL.",
         ),
     ],
-    name: Annotated[str | None, typer.Option(help="To ask for it by; by default that of SOURCE.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model; by default that of SOURCE.")] = None,
     dtype: Annotated[
         Dtype,
-        typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: float32 on a CPU, else the source's."),
+        typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: float32 on a CPU, else as in SOURCE."),
     ] = Dtype.AUTO,
-    quant: Annotated[Quant, typer.Option(help="Store the weights of linears in eight bits.")] = Quant.NONE,
+    quant: Annotated[Quant, typer.Option(help="Quantise linear layers to 8 bits.")] = Quant.NONE,
     base: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The deployed model that SOURCE is a LoRA adapter of.",
+            help="Deploy SOURCE as a LoRA adapter of this model.",
             autocompletion=complete_base,
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model of that name.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model of that name.")] = False,
     with_snapshot: Annotated[
-        bool, typer.Option("--snapshot", help="Load it once, for a snapshot; needs a service that runs.")
+        bool, typer.Option("--snapshot", help="Also make a snapshot; needs a running service.")
     ] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Make a model, or a LoRA adapter of one, available under a name.
+    """Deploy a model, or a LoRA adapter of a model, under a name.
 
-    It is downloaded if need be, converted to the form that loads by copying, and registered. A model that is
-    converted already, or lies in object storage, is registered where it is. An adapter is served beside its
-    base, which it may name itself. With --snapshot its first requests find what `hearth snapshot` prepares;
-    else that is made after its first start.
+    Downloads the model if needed, converts it to the format that loads by copying, and registers it. A model
+    that is already converted, or is in object storage, is registered where it is. An adapter is served by its
+    base; --base is not needed if the adapter names it. With --snapshot the first start is fast already;
+    otherwise a snapshot is made after the first start (see `hearth snapshot`).
 
     [bold]Examples[/bold]
 
@@ -96,7 +96,7 @@ def deploy(
     """
     client = running(context, url, api_key, data_dir)
     if with_snapshot and client is None:
-        raise ConfigError("`--snapshot` needs a service that runs; start one with `hearth serve`")
+        raise ConfigError("`--snapshot` needs a running service; start one with `hearth serve`")
     absolute = _absolute(source, is_elsewhere=url is not None)
     started_s = time.perf_counter()
     if client is None:
@@ -130,7 +130,7 @@ def list_models(
 ) -> None:
     """List the deployed models and adapters.
 
-    All that can be asked for, loaded or not; `hearth ps` shows what is in memory. An adapter stands below its
+    Includes models that are not loaded; `hearth ps` shows what is in memory. Adapters are listed below their
     base.
 
     [bold]Examples[/bold]
@@ -167,9 +167,9 @@ def list_models(
 def rm(
     context: typer.Context,
     name: ModelName,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     with_adapters: Annotated[
-        bool, typer.Option("--with-adapters", help="Remove the adapters of the model, too.")
+        bool, typer.Option("--with-adapters", help="Also remove the adapters of the model.")
     ] = False,
     url: Url = None,
     api_key: ApiKey = None,
@@ -177,8 +177,8 @@ def rm(
 ) -> None:
     """Remove a deployed model or adapter.
 
-    Files that `hearth deploy` made of it are deleted; what it was deployed from stays. A model that has
-    adapters stays, unless they are to go with it.
+    Deletes the files that `hearth deploy` made, not the source. A model with adapters is only removed with
+    --with-adapters.
 
     [bold]Examples[/bold]
 
@@ -188,7 +188,9 @@ def rm(
     """
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError(f"nobody can be asked whether to remove `{name}`; add `--yes`")
+            raise ConfigError(
+                f"cannot ask whether to remove `{name}`: not a terminal; pass `--yes` to confirm"
+            )
         typer.confirm(f"Remove {name}{' and its adapters' if with_adapters else ''}?", abort=True)
     client = running(context, url, api_key, data_dir)
     known = list[ModelView]()
@@ -208,7 +210,7 @@ def _listed(client: Client) -> list[ModelView]:
 
 
 def _absolute(source: str, is_elsewhere: bool) -> str:
-    """Return a source with an absolute path: the service has another working directory, or machine."""
+    """Return a source with an absolute path: the service has another working directory."""
     if not _is_path(source):
         return source
     path = Path(source).expanduser()
@@ -221,7 +223,7 @@ def _absolute(source: str, is_elsewhere: bool) -> str:
     except ModelError as error:
         if not _HUB_NAME.fullmatch(source):
             raise
-        raise ModelError(f"{error}; one of the Hugging Face Hub is `hf:{source}`") from error
+        raise ModelError(f"{error}; for the Hugging Face Hub use `hf:{source}`") from error
 
 
 def _is_path(source: str) -> bool:
@@ -231,7 +233,7 @@ def _is_path(source: str) -> bool:
 def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelView:
     """Show the progress of a deployment and return the model."""
     model = None
-    name = Path(source).name if _is_path(source) else source  # in full, a path would fill the line
+    name = Path(source).name if _is_path(source) else source
     with bar(f"deploying {name}", _count_bytes(source)) as advance:
         for event in events:
             if isinstance(event, ModelView):
@@ -239,12 +241,12 @@ def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelVi
             else:
                 advance(event.done_bytes, event.total_bytes or None, f"{event.phase} {name}")
     if model is None:
-        raise Unreached(f"`{source}` was not deployed, and no reason was given; look at the service's log")
+        raise Unreached(f"`{source}` was not deployed, and no reason was given; see `hearth logs`")
     return model
 
 
 def _count_bytes(source: str) -> int | None:
-    """Return the bytes of a source's files, to show until more is known; None: they are elsewhere."""
+    """Return the size of a source's files; None: they are not local."""
     path = Path(source).expanduser()
     files = [file for file in (path.iterdir() if path.is_dir() else (path,)) if file.is_file()]
     return sum(file.stat().st_size for file in files) or None

@@ -1,4 +1,4 @@
-"""`hearth doctor` and `hearth config`: what this machine offers, which settings apply. Changes neither."""
+"""`hearth doctor` and `hearth config`: what this machine offers, which settings apply."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def doctor(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report what this machine offers, what runs on it and what has to be done without.
+    """Report devices, versions, memory, limits, the service and its workers.
 
-    Devices, versions, memory, limits, the service and its workers; notes name the active fallbacks.
+    Notes list missing features, active fallbacks and how to fix them.
 
     [bold]Examples[/bold]
 
@@ -57,7 +57,7 @@ def doctor(
     """
     configuration = resolved(config, settings)
     applied = configuration.config
-    with err.status("looking around"):
+    with err.status("examining this machine"):
         from hearth.cli.doctor_checks import examine
 
         data_dir = data_dir_of(context, data_dir, applied)
@@ -110,21 +110,19 @@ def _disk(store: StoreReport) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ServiceReport:
-    """The service on a data directory, as the doctor found it. Becomes JSON."""
+    """The service on a data directory. Becomes JSON."""
 
     data_dir: str
-    num_models: int | None  #: None: its registry cannot be read
-    status: str  #: not running, starting, ok, failing, draining, or why it does not answer
+    num_models: int | None  #: None: the registry cannot be read
+    status: str  #: not running, starting, ok, failing, draining, or why it does not respond
     url: str | None
     workers: list[str]
-    notes: tuple[str, ...] = ()  #: what it has to do without, and why
+    notes: tuple[str, ...] = ()  #: missing features, and why
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelsReport:
-    """The models of a data directory, as the doctor found them."""
-
-    num_models: int | None  #: None: it cannot be read, as the notes say
+    num_models: int | None  #: None: the registry cannot be read, see the notes
     notes: list[str]
 
 
@@ -132,7 +130,7 @@ def _models(data_dir: Path, config: HearthConfig) -> _ModelsReport:
     try:
         unused = local_models.unused_settings(data_dir, config.models)
         return _ModelsReport(len(local_models.names(data_dir)), unused)
-    except DataDirError as error:  # such as a directory of an older Hearth; the error says what to do
+    except DataDirError as error:  # of an older Hearth, for example; the error says what to do
         return _ModelsReport(None, [str(error)])
 
 
@@ -141,11 +139,11 @@ def _service(data_dir: Path, num_models: int | None) -> _ServiceReport:
     try:
         found = running_service(data_dir)
         if found is None:
-            status = "starting or ending" if is_held(data_dir) else "not running"
+            status = "starting or stopping" if is_held(data_dir) else "not running"
             return _ServiceReport(str(data_dir), num_models, status, None, [])
         with recognised(found, None, data_dir) as client:
             status, view = client.health().status, client.ps()
-    except (DataDirError, ServiceError) as error:  # it holds the directory, but something is wrong with it
+    except (DataDirError, ServiceError) as error:
         return _ServiceReport(str(data_dir), num_models, str(error), None if found is None else found.url, [])
     workers = [
         f"{worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
@@ -153,7 +151,7 @@ def _service(data_dir: Path, num_models: int | None) -> _ServiceReport:
         + "".join(f", {fallback}" for fallback in fallbacks(worker))
         + ("" if worker.reason is None else f", {worker.reason}")
         + "".join(
-            f", {one.model} should be pinned and cannot be yet"
+            f", {one.model} cannot be pinned yet"
             for one in view.models
             if one.worker == worker.worker and one.is_pin_refused
         )
@@ -164,10 +162,10 @@ def _service(data_dir: Path, num_models: int | None) -> _ServiceReport:
 
 @app.command("config", rich_help_panel="This machine")
 def show_config(config: ConfigFile = None, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Print the settings that apply, and where those that are no defaults come from.
+    """Print all settings, and where each non-default value comes from.
 
-    They come as TOML that can be saved and edited. Flags count before environment variables, such as
-    HEARTH_SERVICE_PORT for service.port, and these before the file.
+    The output is TOML that can be saved and edited. Flags override environment variables, such as
+    HEARTH_SERVICE_PORT for service.port, which override the file.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""Examines what this machine offers and which kernels run on it. Repairs nothing, loads no model."""
+"""The checks of `hearth doctor`, apart from the command because they import torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from hearth.snapshot.native_rebuild import native_obstacle
 from hearth.store.tiers.read_hashed import is_native
 from hearth.system.cpus import num_usable_cores, queued_s, wait_policy
 
-#: Open files that a service should be allowed; with fewer, one that has many streams would run out of them.
+#: A lower limit of open files is too low for a service with many streams.
 MANY_OPEN_FILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """A device and its memory."""
-
     name: str
     total_bytes: int
     free_bytes: int
@@ -37,30 +35,26 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """The disk and the host memory that a store would use."""
-
     path: str
     free_bytes: int
-    has_direct_reads: bool  #: reads past the page cache, which are faster for what is not in it
-    locked_bytes: int | None  #: how much host memory may be pinned; None: all of it
+    has_direct_reads: bool  #: O_DIRECT, which is faster for files outside the page cache
+    locked_bytes: int | None  #: limit of pinned host memory; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that was found on this machine."""
-
     python: str
     platform: str
     torch: str
     cuda: str | None  #: the version that torch was built for
     triton: str | None
     kernels: str
-    max_open_files: int  #: files that one process may open; every connection takes one
-    store: StoreReport  #: of models that are named by path or URL
-    service_store: StoreReport  #: of deployed models, in the data directory
-    kernel_caches: tuple[CacheUsage, ...]  #: compiled kernels of both, where they are kept apart
+    max_open_files: int  #: per process; every connection takes one
+    store: StoreReport  #: for models given by path or URL
+    service_store: StoreReport  #: for deployed models
+    kernel_caches: tuple[CacheUsage, ...]  #: of both stores
     devices: tuple[DeviceReport, ...]
-    notes: tuple[str, ...]  #: each says what is missing, and the remedy
+    notes: tuple[str, ...]  #: what is missing, and the remedy
 
 
 def examine(store: StoreConfig, data_dir: Path) -> Report:
@@ -72,58 +66,55 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
     notes = []
     if not has_cuda:
         notes.append(
-            "no CUDA device: models run on the CPU, without graphs, and in float32: "
-            "those in bfloat16 or float16 are widened as they load; convert them with `--dtype float32`"
+            "no CUDA device: models run on the CPU in float32, without CUDA graphs; bfloat16 and float16 "
+            "weights are widened at every load; convert them with `--dtype float32`"
         )
         if store.unused_host_bytes:
             notes.append(
-                f"`store.host_bytes` is {store.host_bytes}, of which a CPU uses {CPU_HOST_BYTES}: models are "
-                "held in `service.memory_bytes` alone; raise that instead"
+                f"`store.host_bytes` is {store.host_bytes}, of which a CPU uses {CPU_HOST_BYTES}: its models "
+                "are in `service.memory_bytes`; raise that instead"
             )
     elif not HAS_TRITON:
         notes.append("no Triton: kernels fall back to plain torch; install `hearth-inference[gpu]`")
     else:
         if (obstacle := capture_obstacle(torch.__version__)) is not None:
-            notes.append(f"{obstacle}: they run kernel by kernel; install `hearth-inference[gpu]`")
+            notes.append(f"{obstacle}: steps run without CUDA graphs; install `hearth-inference[gpu]`")
         if (obstacle := launch_obstacle(triton.__version__)) is not None:
-            notes.append(f"slow launches of kernels: {obstacle}; install `hearth-inference[gpu]`")
+            notes.append(f"slow kernel launches: {obstacle}; install `hearth-inference[gpu]`")
         if is_hopper() and (obstacle := gluon_obstacle()) is not None:
-            notes.append(f"{obstacle}: long prompts are read more slowly; install `hearth-inference[gpu]`")
+            notes.append(f"{obstacle}: long prompts are slower; install `hearth-inference[gpu]`")
     found, of_service = _store(store), _store(replace(store, path=str(data_dir)))
     for one in (found, of_service):
         if not one.has_direct_reads:
             notes.append(f"no direct reads in {one.path}: chunks are read through the page cache")
     if has_cuda and found.locked_bytes is not None and found.locked_bytes < store.host_bytes:
         notes.append(
-            f"only {found.locked_bytes} bytes of host memory may be pinned, `store.host_bytes` is "
-            f"{store.host_bytes}: copies from the rest are slow; raise `ulimit -l`"
+            f"only {found.locked_bytes} bytes of host memory can be pinned, `store.host_bytes` is "
+            f"{store.host_bytes}: copies from unpinned memory are slow; raise `ulimit -l`"
         )
     if not is_native():
         notes.append(
-            "no C compiler (cc): chunks are read by the interpreter, which is slower from memory when many "
-            "are read at once; on a GPU loads hold up the steps of other models, and the first of them wait "
-            "until host memory is pinned; install one, as Triton needs it too"
+            "no C compiler (cc): chunks are read in Python, which is slower for concurrent reads; on a GPU, "
+            "loads slow down other models, and the first loads wait until host memory is pinned; install "
+            "one, Triton needs it too"
         )
     if has_cuda and (obstacle := native_obstacle()) is not None:
         notes.append(
-            "graphs of snapshots are restored node by node in Python, beside which models answer later: "
-            f"{obstacle}; install a C compiler (cc)"
+            f"CUDA graphs of snapshots are restored in Python, which slows down other models: {obstacle}; "
+            "install a C compiler (cc)"
         )
     if (spin_reason := wait_policy().spin_reason) is not None:
-        notes.append(
-            f"threads spin while they wait, which is slow beside other busy processes: {spin_reason}"
-        )
+        notes.append(f"waiting threads spin, which is slow when other processes are busy: {spin_reason}")
     if queued_s(os.getpid()) is None:
         notes.append(
-            "the kernel does not count how long processes wait for a core (no /proc/PID/schedstat): on a "
-            "busy machine a worker that only waits may be replaced as one that hangs; raise "
-            "`service.max_missed`"
+            "the kernel does not report how long processes wait for a core (no /proc/PID/schedstat): on a "
+            "busy machine a slow worker may be replaced as if it hung; raise `service.max_missed`"
         )
-    _, max_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # up to which the service goes
+    _, max_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # the service raises its soft limit
     if max_open_files < MANY_OPEN_FILES:
         notes.append(
-            f"only {max_open_files} files may be open at a time, and every connection to the service takes "
-            f"one: raise `ulimit -Hn` to {MANY_OPEN_FILES} or more"
+            f"only {max_open_files} files can be open, and every connection to the service takes one: raise "
+            f"`ulimit -Hn` to {MANY_OPEN_FILES} or more"
         )
     return Report(
         store=found,
@@ -162,15 +153,15 @@ def _has_direct_reads(directory: Path) -> bool:
     try:
         with tempfile.NamedTemporaryFile(dir=directory) as file:
             os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
-    except OSError:  # none on this file system, or nothing may be written there
+    except OSError:  # not on this file system, or not writable
         return False
     return True
 
 
 def cpu_report(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> DeviceReport:
-    """Report the cores and the memory of this machine, or of the container where that has less.
+    """Report the cores and memory of this machine, or of its container if that has less.
 
-    The page cache of files counts as free: it gives way to whoever needs the room.
+    The page cache counts as free memory.
     """
     machine = _figures(meminfo)
     total_bytes, free_bytes = machine["MemTotal"] * 1024, machine["MemAvailable"] * 1024
@@ -185,12 +176,11 @@ def cpu_report(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/
 
 
 def _figures(path: Path) -> dict[str, int]:
-    """Return the numbers of a file of the kernel by the words that they follow, whatever their unit."""
+    """Return the numbers in a file of /proc or cgroup by their names, in the unit of the file."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
 
 
 def _cores() -> str:
-    """Say how many cores this machine has, and how many of them this process may use if not all."""
     num_usable, num_cores = num_usable_cores(), os.cpu_count()
     return f"{num_cores} cores" if num_usable == num_cores else f"{num_usable} of {num_cores} cores"

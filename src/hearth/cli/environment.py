@@ -1,7 +1,7 @@
-"""Settings in environment variables: `HEARTH_SERVICE_PORT` is `port` of [service]. Knows no single setting.
+"""Settings from environment variables: `HEARTH_SERVICE_PORT` is `port` of [service].
 
-Kubernetes makes variables, too: for a Service called `hearth` every pod gets `HEARTH_SERVICE_HOST` and
-`HEARTH_SERVICE_PORT`, the address of that Service and no setting. They are recognised and passed over.
+Kubernetes sets `HEARTH_SERVICE_HOST` and `HEARTH_SERVICE_PORT` in every pod if a Service is called `hearth`.
+They are recognised by their values and ignored.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hearth.core.config import from_text, load, setting_keys
 from hearth.core.errors import ConfigError
 
 PREFIX = "HEARTH_"
-#: The settings of single models: a JSON object of what their tables hold, by the names of the models.
+#: A JSON object of the settings of single models, by name.
 MODELS = "HEARTH_MODELS"
-#: Other variables that Hearth reads. The data directory is a setting that has this short name as well.
+#: Other variables that Hearth reads; the second is a short name of HEARTH_SERVICE_DATA_DIR.
 CONFIG, DATA_DIR, API_KEY = "HEARTH_CONFIG", "HEARTH_DATA_DIR", "HEARTH_API_KEY"
 #: The address of a Service as Kubernetes writes it, like tcp://10.96.0.7:8000.
 _SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://\[?(.+?)\]?:(\d+)")
@@ -26,27 +26,21 @@ _SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://\[?(.+?)\]?:(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSettings:
-    """The settings that an environment gives."""
-
     values: Mapping[str, object]  #: by setting, like "service.port"
     variables: Mapping[str, str]  #: the variable that gave each of them
-    notes: tuple[str, ...]  #: variables that look like settings and do not count, and why
+    notes: tuple[str, ...]  #: why variables that look like settings are ignored
 
 
 def variable_of(key: str) -> str:
-    """Return the variable of a setting: HEARTH_SERVICE_PORT of "service.port"."""
+    """Return the variable of a setting: "service.port" has HEARTH_SERVICE_PORT."""
     return PREFIX + key.upper().replace(".", "_")
 
 
 def read_environment(environment: Mapping[str, str]) -> EnvironmentSettings:
-    """Return the settings in `environment`. An empty variable counts as one that is not there.
-
-    Raises:
-        ConfigError: a value that its setting does not take, a variable of a section that has no such setting.
-    """
+    """Return the settings in `environment`; empty variables are ignored. Raises ConfigError."""
     given = {name: text for name, text in environment.items() if name.startswith(PREFIX) and text}
     links = _service_links(given)
-    # The short name comes last and counts.
+    # The short name comes last and wins.
     keys = {variable_of(key): key for key in setting_keys()} | {DATA_DIR: "service.data_dir"}
     values: dict[str, object] = {}
     variables: dict[str, str] = {}
@@ -58,15 +52,14 @@ def read_environment(environment: Mapping[str, str]) -> EnvironmentSettings:
     others = [name for name in given if name not in {*keys, *links, MODELS, CONFIG, API_KEY}]
     notes = [_unknown(name, [*keys, MODELS, CONFIG, API_KEY]) for name in others]
     notes += [
-        f"environment variable {name} is not read as a setting: Kubernetes made it for a Service; "
-        "`enableServiceLinks: false` in the pod keeps it away"
+        f"environment variable {name} is ignored: Kubernetes set it for a Service; "
+        "`enableServiceLinks: false` in the pod removes it"
         for name in sorted(links & keys.keys())
     ]
     return EnvironmentSettings(values, variables, tuple(notes))
 
 
 def _checked(variable: str, key: str, value: object) -> object:
-    """Return `value` if the setting takes it."""
     try:
         load(None, {key: value})
     except ConfigError as error:
@@ -75,7 +68,6 @@ def _checked(variable: str, key: str, value: object) -> object:
 
 
 def _of_models(text: str | None) -> Iterator[tuple[str, object]]:
-    """Yield the settings of single models, like "models.NAME.pinned"."""
     try:
         tables = json.loads(text or "{}")
     except ValueError:
@@ -91,16 +83,16 @@ def _of_models(text: str | None) -> Iterator[tuple[str, object]]:
 
 
 def _unknown(name: str, valid: list[str]) -> str:
-    """Return a note about a variable that is no setting; one that is named like a section must be one."""
+    """Return a note on an unknown variable. Raises ConfigError if it is named like a section."""
     nearest = get_close_matches(name, valid, n=1)
     hint = f"did you mean `{nearest[0]}`?" if nearest else "`hearth config` lists the settings"
     if name.startswith(tuple(variable_of(f"{key.partition('.')[0]}.") for key in setting_keys())):
         raise ConfigError(f"unknown environment variable `{name}`; {hint}")
-    return f"environment variable {name} is none of Hearth's; {hint}"
+    return f"unknown environment variable {name}; {hint}"
 
 
 def _service_links(given: Mapping[str, str]) -> set[str]:
-    """Return the variables that Kubernetes made to tell of Services whose names begin with `hearth`."""
+    """Return the variables that Kubernetes set for Services whose names begin with `hearth`."""
     links: set[str] = set()
     for name, text in given.items():
         if not name.endswith("_PORT") or not (url := _SERVICE_URL.fullmatch(text)):

@@ -1,4 +1,4 @@
-"""`hearth explain`: where the time of one request went. Draws nothing: that is `waterfall.py`."""
+"""`hearth explain`: where the time of one request went."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def explain(
         str,
         typer.Argument(
             metavar="REQUEST_ID",
-            help="The `id` of an answer, or its x-request-id header, also one that the client has sent.",
+            help="The `id` of an answer, or its x-request-id header, which the client may set.",
         ),
     ],
     url: Url = None,
@@ -31,9 +31,9 @@ def explain(
 ) -> None:
     """Show where the time of a request went.
 
-    One bar per phase on a common axis of time, then what happened when, where the model's bytes came from and
-    which were there already, and what each worker would have cost. The service keeps the last thousand
-    requests. With a key you see those of its own group; with a monitor's or an admin's, all.
+    Shows one bar per phase on a common time axis, then events, which weights were loaded from where, and the
+    estimated cost of each worker. The service keeps the last thousand requests. A key sees the requests of
+    its own group; monitor and admin keys see all.
 
     [bold]Example[/bold]
 

@@ -1,4 +1,4 @@
-"""Figures for people: sizes, durations, ages. Reads no clock and prints nothing."""
+"""Formats sizes, counts and durations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ SPANS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 
 
 def size(num_bytes: int) -> str:
-    """Spell a size: 1.5 GiB, 129 MiB, 12 B."""
+    """Format a size: 1.5 GiB, 129 MiB, 12 B."""
     for unit, unit_bytes in SIZES:
         if num_bytes >= unit_bytes:
             value = num_bytes / unit_bytes
@@ -16,7 +16,7 @@ def size(num_bytes: int) -> str:
 
 
 def count(number: int) -> str:
-    """Spell a count as parameters are counted: 7.2B, 135M."""
+    """Format a count: 7.2B, 135M."""
     for unit, unit_count in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= unit_count:
             value = number / unit_count
@@ -25,7 +25,7 @@ def count(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Spell whole seconds in their two largest units: 4m12s, 2h5m, 0s."""
+    """Format whole seconds in their two largest units: 4m12s, 2h5m, 0s."""
     left = max(0, round(seconds))
     parts = []
     for unit, unit_s in SPANS:
@@ -36,7 +36,7 @@ def duration(seconds: float) -> str:
 
 
 def precise(seconds: float) -> str:
-    """Spell seconds with as many digits as a start-up needs: 0.4 ms, 12 ms, 1.234 s, 75.2 s."""
+    """Format seconds: 0.4 ms, 12 ms, 1.234 s, 75.2 s."""
     if seconds < 0.01:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 1:

@@ -1,7 +1,4 @@
-"""Help as people read it: paragraphs fill the width, and a flag that takes no value names no type.
-
-Wraps Typer's commands; the texts are the docstrings of the commands.
-"""
+"""Formats Typer's help: paragraphs fill the width, and flags without a value show no type."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ HELP_FLAGS = ["-h", "--help"]
 
 @cache
 def command_of(app: typer.Typer) -> TyperCommand | TyperGroup:
-    """Return the application as one command, the help of all its commands tidied; made once per process."""
     command = get_command(app)
     assert isinstance(command, TyperCommand | TyperGroup), f"Typer made another: {type(command)}"
     _tidy(command)
@@ -37,5 +33,5 @@ def _tidy(command: TyperCommand | TyperGroup) -> None:
 
 
 def _filled(text: str) -> str:
-    """Return a text whose paragraphs have no line ends of their own; indented lines stay as they are."""
+    """Join the lines of each paragraph; indented lines stay as they are."""
     return re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.cleandoc(text))

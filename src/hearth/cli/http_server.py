@@ -1,7 +1,4 @@
-"""The HTTP server of `hearth serve`. Imported once workers are starting, for that takes most of a second.
-
-Binds nothing and handles no signals.
-"""
+"""The HTTP server of `hearth serve`. Imported while workers start: its imports take most of a second."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from hearth.core.config import ServiceConfig
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to whoever runs it."""
+    """A uvicorn server that does not handle signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -26,10 +23,11 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(gateway: Gateway, service: ServiceConfig, max_open_files: int) -> HttpServer:
-    """Return a server of a gateway, for a process that may have so many files open."""
     limits = ApiLimits(
-        *(service.max_body_bytes, service.stream_heartbeat_s, service.response_store_bytes),
-        service.allowed_origins,
+        max_body_bytes=service.max_body_bytes,
+        stream_heartbeat_s=service.stream_heartbeat_s,
+        response_store_bytes=service.response_store_bytes,
+        allowed_origins=service.allowed_origins,
     )
     connections = Connections(ConnectionLimits.within(max_open_files), gateway.count_closed_connection)
     app = create_app(gateway, limits)

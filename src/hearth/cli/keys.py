@@ -1,4 +1,4 @@
-"""`hearth keys`: API keys of the service, added, changed, listed and removed. Keeps only hashes of keys."""
+"""`hearth keys`: add, change, list and remove API keys."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ KeysFile = Annotated[
         "--api-keys-file",
         metavar="FILE",
         envvar=variable_of("service.api_keys_file"),
-        help="By default keys.json in the data directory.",
+        help="File of API keys; by default keys.json in the data directory.",
     ),
 ]
-KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.")]
+KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")]
 
 KnownKey = Annotated[
-    str, typer.Argument(metavar="NAME", help="Whose key it is.", autocompletion=complete_key)
+    str, typer.Argument(metavar="NAME", help="Name of the key.", autocompletion=complete_key)
 ]
 
 RequestsPerMinute = Annotated[
-    str | None, typer.Option("--rpm", metavar="N", help="Requests per minute, or none for no limit.")
+    str | None, typer.Option("--rpm", metavar="N", help="Requests per minute; none: no limit.")
 ]
 TokensPerMinute = Annotated[
     str | None,
-    typer.Option("--tpm", metavar="N", help="Tokens of prompts and answers per minute, or none."),
+    typer.Option("--tpm", metavar="N", help="Prompt and answer tokens per minute; none: no limit."),
 ]
 Concurrent = Annotated[
-    str | None, typer.Option("--concurrent", metavar="N", help="Requests at a time, or none for no limit.")
+    str | None, typer.Option("--concurrent", metavar="N", help="Concurrent requests; none: no limit.")
 ]
 Models = Annotated[
     str | None,
-    typer.Option("--models", metavar="NAMES", help="The models it may use, with commas between, or all."),
+    typer.Option("--models", metavar="NAMES", help="Allowed models, separated by commas, or all."),
 ]
 Class = Annotated[
     str | None,
     typer.Option(
         "--class",
         metavar="CLASS",
-        help="interactive, or batch: its requests have no pace and give way to others.",
+        help="interactive, or batch: no pace, lower priority.",
     ),
 ]
 
@@ -69,17 +69,17 @@ app.add_typer(keys_app, name="keys", help="Add, change, list and remove API keys
 def add(
     name: KeyName,
     admin: Annotated[
-        bool, typer.Option("--admin", help="May also deploy, remove and unload; implies --monitor.")
+        bool, typer.Option("--admin", help="Allow to deploy, remove and unload; implies --monitor.")
     ] = False,
     monitor: Annotated[
-        bool, typer.Option("--monitor", help="May also look at the whole service: ps, metrics, all requests.")
+        bool, typer.Option("--monitor", help="Allow ps, metrics and explaining all requests.")
     ] = False,
     group: Annotated[
         str | None,
         typer.Option(
             "--group",
             metavar="GROUP",
-            help="Share cached prompts with all keys of this group; by default with no other key.",
+            help="Share cached prompts with the keys of this group; by default with no other key.",
             autocompletion=complete_group,
         ),
     ] = None,
@@ -91,18 +91,17 @@ def add(
     file: KeysFile = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Make a key and print it.
+    """Create a key and print it.
 
-    It is shown this once: only its hash is kept. From the first key on a service asks for one, also if it
-    runs already, and takes further ones at once.
+    The key is shown only once; the service stores its hash. Once a key exists, a running service requires
+    keys immediately.
 
-    A prompt that begins like an earlier one is answered sooner, and `cached_tokens` in the answer's usage
-    says so. So that nobody learns what others ask, only prompts of the same key count. Keys of one group
-    trust each other: what they have in common, such as a system prompt, is computed once for all of them,
-    and each may explain the requests of the others. Limits are each key's own.
+    Prompts that share a prefix are faster, which `cached_tokens` in the usage shows. So that no key learns
+    what others ask, prefixes are only shared within a key, or within a --group of keys that trust each other.
+    Keys of a group can also explain each other's requests. Limits are per key.
 
-    A request beyond a limit is answered with 429 and the time to come back, which OpenAI's clients keep by
-    themselves. A model that a key may not use does not exist for it. `hearth keys set` changes limits.
+    Requests over a limit get status 429 and a time to retry, which OpenAI's clients respect. Models that a
+    key may not use do not exist for it. `hearth keys set` changes limits.
 
     [bold]Examples[/bold]
 
@@ -122,9 +121,9 @@ def add(
     role: Role = "admin" if admin else "monitor" if monitor else "user"
     terms = _changed(KeyTerms(), rpm, tpm, concurrent, models, service_class)
     typer.echo(keys.add(path, name, role, group, terms))
-    err.print(Text("keep it: it is not shown again", style="dim"))
+    err.print(Text("store it now: it is not shown again", style="dim"))
     _note_unknown_models(terms, data_dir)
-    _tell_of_service(path, data_dir, "asks everybody for a key from now on, and takes this one")
+    _tell_of_service(path, data_dir, "requires a key from now on, and accepts this one")
 
 
 @keys_app.command("set")
@@ -140,7 +139,7 @@ def set_limits(
 ) -> None:
     """Change the limits of a key.
 
-    The key stays the same, and so does each limit that is not named.
+    The key itself and all other limits stay the same.
 
     [bold]Examples[/bold]
 
@@ -149,24 +148,24 @@ def set_limits(
       hearth keys set ada --tpm none --models all
     """
     if all(one is None for one in (rpm, tpm, concurrent, models, service_class)):
-        raise typer.BadParameter("name what to change: --rpm, --tpm, --concurrent, --models or --class")
+        raise typer.BadParameter("give at least one of --rpm, --tpm, --concurrent, --models and --class")
     path = _path(file, data_dir)
     terms = keys.change(
         path, name, lambda before: _changed(before, rpm, tpm, concurrent, models, service_class)
     )
     typer.echo(f"{name}: {_spell_terms(terms)}")
     _note_unknown_models(terms, data_dir)
-    _tell_of_service(path, data_dir, "goes by that from the next request on")
+    _tell_of_service(path, data_dir, "applies this from the next request on")
 
 
 @keys_app.command("list")
 def list_keys(
     file: KeysFile = None, data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson = False
 ) -> None:
-    """List who has a key, for what, with which limits, and how much was asked with each.
+    """List the keys with their roles, limits and usage.
 
     Keys of one GROUP share cached prompts. RPM and TPM are requests and tokens per minute. REQUESTS and
-    TOKENS are all since the key was made, a few seconds old where a service runs.
+    TOKENS are totals since the key was created; a running service updates them every few seconds.
     """
     known = keys.list_keys(_path(file, data_dir))
     usage = _usage(data_dir)
@@ -182,37 +181,35 @@ def list_keys(
 
 @keys_app.command()
 def rm(name: KnownKey, file: KeysFile = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> None:
-    """Remove a key: whoever has it is refused from now on.
+    """Remove a key, which is rejected from now on.
 
-    With the last key gone a service that runs refuses everybody until there is another. One that is started
-    then asks for none on this machine's own address, and does not start on another.
+    Without any keys, a running service rejects all requests until a key is added. A service that is started
+    without keys requires none on localhost, and does not start on other addresses.
     """
     path = _path(file, data_dir)
     keys.remove(path, name)
     typer.echo(f"removed the key of {name}")
     if keys.list_keys(path):
-        _tell_of_service(path, data_dir, "refuses it from now on")
+        _tell_of_service(path, data_dir, "rejects it from now on")
     else:
-        _tell_of_service(
-            path, data_dir, "refuses everybody from now on, until a key is added or it is restarted"
-        )
+        _tell_of_service(path, data_dir, "rejects all requests until a key is added or it is restarted")
 
 
 def _note_unknown_models(terms: KeyTerms, data_dir: Path) -> None:
-    """Name the models of a key that are not deployed here; such a name may be an alias of a service."""
+    """Warn about models that are not deployed; they may be aliases that the service knows."""
     for name in terms.models or ():
         try:
             local_models.find(data_dir, name)
-        except HearthError as error:  # the key is made all the same
+        except HearthError as error:  # the key is created anyway
             warn(f"note: {error}")
 
 
 def _tell_of_service(path: Path, data_dir: Path, effect: str) -> None:
-    """Say what a change of keys means for the service on the data directory, which may have other keys."""
+    """Print the effect of a change on the running service, or that it reads another file of keys."""
     try:
         service = running_service(data_dir)
-    except DataDirError as error:  # the keys are changed all the same
-        warn(f"whether a service runs that reads these keys cannot be told: {error}")
+    except DataDirError as error:  # the keys are changed anyway
+        warn(f"cannot tell whether a running service reads these keys: {error}")
         return
     if service is None:
         return
@@ -220,8 +217,8 @@ def _tell_of_service(path: Path, data_dir: Path, effect: str) -> None:
         err.print(Text(f"the service at {service.url} {effect}", style="dim"), soft_wrap=True)
     else:
         warn(
-            f"the service at {service.url} has other keys: it reads `{service.keys_path}`, and this was "
-            f"`{path}`; name that with `--api-keys-file`"
+            f"the service at {service.url} reads its keys from `{service.keys_path}`, but this was `{path}`; "
+            "pass its file with `--api-keys-file`"
         )
 
 
@@ -233,7 +230,7 @@ def _changed(
     models: str | None,
     service_class: str | None,
 ) -> KeyTerms:
-    """Return terms with what the options name changed. Raises BadParameter: one means nothing."""
+    """Return the terms with the given options applied. Raises BadParameter."""
     limits = terms.limits
     if rpm is not None:
         limits = replace(limits, requests_per_min=_limit("--rpm", rpm))
@@ -248,7 +245,9 @@ def _changed(
     if service_class is not None:
         named = next((one for one in SERVICE_CLASSES if one == service_class), None)
         if named is None:
-            raise typer.BadParameter(f"--class is {' or '.join(SERVICE_CLASSES)}, given: {service_class:.80}")
+            raise typer.BadParameter(
+                f"--class must be {' or '.join(SERVICE_CLASSES)}, given: {service_class:.80}"
+            )
         terms = replace(terms, service_class=named)
     return terms
 
@@ -257,7 +256,7 @@ def _limit(option: str, text: str) -> int | None:
     if text == "none":
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 16 and int(text)):
-        raise typer.BadParameter(f"{option} is a number above 0, or none for no limit, given: {text:.80}")
+        raise typer.BadParameter(f"{option} must be a number above 0, or none, given: {text:.80}")
     return int(text)
 
 
@@ -270,10 +269,9 @@ def _spell_terms(terms: KeyTerms) -> str:
 
 
 def _usage(data_dir: Path) -> UsageRecord:
-    """Return what services on the data directory have counted; nothing, where there was none."""
     try:
         return read_usage(DataDir(data_dir.expanduser().absolute()).usage_path)
-    except ConfigError as error:  # the keys can be listed all the same
+    except ConfigError as error:  # the keys can be listed anyway
         warn(str(error))
         return UsageRecord()
 
@@ -282,10 +280,14 @@ def _row(key: KeyInfo, usage: UsageRecord) -> list[str]:
     limits, use, now_s = key.terms.limits, usage.keys.get(key.key_id, KeyUse()), time.time()
     limited = (limits.requests_per_min, limits.tokens_per_min, limits.concurrent)
     return [
-        *(key.name, key.role, key.group or "-", key.terms.service_class),
+        key.name,
+        key.role,
+        key.group or "-",
+        key.terms.service_class,
         *("-" if limit is None else str(limit) for limit in limited),
         ",".join(key.terms.models or ["all"]),
-        *(str(use.num_requests), count(use.prompt_tokens + use.output_tokens)),
+        str(use.num_requests),
+        count(use.prompt_tokens + use.output_tokens),
         "never" if use.last_used_at_s is None else f"{duration(now_s - use.last_used_at_s)} ago",
         f"{duration(now_s - key.created_at_s)} ago",
     ]

@@ -1,4 +1,4 @@
-"""The models of a data directory, for commands where no service runs. Loads none."""
+"""The models of a data directory, for commands without a running service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def names(data_dir: Path) -> list[str]:
 
 
 def views(data_dir: Path) -> list[ModelView]:
-    """Return the models of a data directory; a directory that is not there has none, and is not made."""
+    """Return the models of a data directory. Does not create a missing directory."""
     if not DataDir(data_dir).has_registry:
         return []
     with Registry(DataDir.open(data_dir)) as registry:
@@ -35,10 +35,7 @@ def views(data_dir: Path) -> list[ModelView]:
 
 
 def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
-    """Return a model by its name or alias. Raises UnknownModel.
-
-    `look`: ask what it was deployed from whether that has changed.
-    """
+    """Return a model by its name or alias; `look`: check its source for changes. Raises UnknownModel."""
     if not DataDir(data_dir).has_registry:
         Names([], {}).resolve(name)
     with Registry(DataDir.open(data_dir)) as registry:
@@ -64,13 +61,13 @@ def _looked(deployed: Deployed | DeployedAdapter) -> UpstreamView | None:
 
 
 def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[str]:
-    """Return a note on each table of the configuration whose model is not deployed. Raises ConfigError."""
+    """Return a note on each model of the configuration that is not deployed. Raises ConfigError."""
     deployed: list[Deployed | DeployedAdapter] = []
     if DataDir(data_dir).has_registry:
         with Registry(DataDir.open(data_dir)) as registry:
             deployed = [*registry.all(), *registry.adapters()]
     return [
-        f"the settings in [models.{name}] are not used, for no model of that name is deployed: {hint}"
+        f"the settings in [models.{name}] are unused, no model of that name is deployed: {hint}"
         for name, hint in Names(deployed, configs).waiting().items()
     ]
 
@@ -97,7 +94,7 @@ def deploy(
     data_dir: Path,
     base: str | None = None,
 ) -> Iterator[DeployProgress | ModelView]:
-    """Yield progress, and last the model. Leaving early calls the deployment off."""
+    """Yield progress, and last the model. Closing the generator early cancels the deployment."""
     from hearth.control.deploy.deploy import DeployDone, DeployOrder, deploying_here, register
     from hearth.node.devices import resolve
 

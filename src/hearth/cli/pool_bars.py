@@ -1,7 +1,4 @@
-"""Draws a worker's memory as lines of text: a bar of its budget, whose bytes they are, and a legend.
-
-Knows no terminal: whoever prints says how wide it may be and which signs it can show.
-"""
+"""Draws a worker's memory map as lines of text: a bar, the owner of each stretch, and a legend."""
 
 from __future__ import annotations
 
@@ -24,27 +21,27 @@ OLD_S = 2.0
 MEANINGS = ("weights", "retained", "KV", "tables", "adapters", "workspace", "lost", "free")
 UNICODE = dict(zip(MEANINGS, "█░▒≡◆≈-·", strict=True))
 ASCII = dict(zip(MEANINGS, "#=+%@~-.", strict=True))
-#: The colours of models; the letters below the bar tell the same where there is no colour.
+#: The colours of models; the letters below the bar say the same.
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-#: Letters of models; the one for all that come after them; for bytes of several; for those of nobody.
-LETTERS, LAST, SHARED, NOBODY = ascii_letters + digits, "?", "*", " "
-#: What each fallback of a worker means, for people.
+#: Letters of models; of all further models; of bytes that several share; of bytes without an owner.
+LETTERS, LAST, SHARED, UNOWNED = ascii_letters + digits, "?", "*", " "
+#: What each fallback of a worker means, after its count.
 FALLBACKS = {
     "address": "at another address than planned",
-    "driver_batches": "worker whose loads slow its steps: there is no C compiler",
-    "eight_bit_products": "models so far whose products of eight bits lack scratch: the log says which",
-    "first_steps_not_captured": "starts so far whose first steps ran kernel by kernel: the log says why",
-    "graphs": "models so far whose steps are launched kernel by kernel: torch frees what captured ones use",
-    "graphs_not_restored": "of snapshots, captured instead",
-    "graphs_restored_in_python": "models so far that graphs came back for in Python: there is no C compiler",
-    "kernels_compiled_while_serving": "that all models of the worker waited for",
-    "kernels_loaded_while_serving": "from disk when a step asked for them",
-    "late_collections": "of garbage while requests were computed: the worker was never idle",
+    "driver_batches": "worker whose loads slow down its steps: no C compiler",
+    "eight_bit_products": "models without workspace for 8-bit products: see the log",
+    "first_steps_not_captured": "starts whose first steps ran without CUDA graphs: see the log",
+    "graphs": "models that run without CUDA graphs: torch frees memory that graphs use",
+    "graphs_not_restored": "from snapshots, captured again instead",
+    "graphs_restored_in_python": "models whose graphs were restored in Python: no C compiler",
+    "kernels_compiled_while_serving": "while all models of the worker waited",
+    "kernels_loaded_while_serving": "from disk during a step",
+    "late_collections": "of garbage during requests: the worker was never idle",
     "library_address": "worker whose library memory is at another address than planned",
-    "prompt_attention": "models so far whose prompts are attended to by the slower kernel",
-    "snapshots_without_graphs": "worker that captures all graphs itself: the log says why none are kept",
-    "staging": "worker that pins host memory while a load waits for it: there is no C compiler",
-    "tables": "of penalties or biases outside of the pool",
+    "prompt_attention": "models whose prompts use the slower attention kernel",
+    "snapshots_without_graphs": "worker that captures all graphs itself: see the log",
+    "staging": "worker that pins host memory while a load waits: no C compiler",
+    "tables": "of penalties or biases outside the pool",
 }
 
 LegendKeys = Mapping[tuple[str, str], str]
@@ -52,7 +49,7 @@ LegendKeys = Mapping[tuple[str, str], str]
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """A stretch of a bar: neighbouring parts that look alike."""
+    """Neighbouring parts of a bar that look alike."""
 
     meaning: str
     key: str
@@ -60,7 +57,7 @@ class _Stretch:
 
     @property
     def style(self) -> str:
-        if self.key == NOBODY:
+        if self.key == UNOWNED:
             return "dim"
         return COLOURS[LETTERS.index(self.key) % len(COLOURS)] if self.key in LETTERS else ""
 
@@ -74,7 +71,6 @@ def signs_for(encoding: str) -> Mapping[str, str]:
 
 
 def keys_of(models: Sequence[ResidentView]) -> LegendKeys:
-    """Return a letter for each model of a worker, by worker and model."""
     keys = {}
     for worker, there in groupby(models, key=lambda model: model.worker):
         letters = iter(LETTERS)
@@ -84,12 +80,12 @@ def keys_of(models: Sequence[ResidentView]) -> LegendKeys:
 
 
 def pool_lines(worker: WorkerView, keys: LegendKeys, signs: Mapping[str, str], width: int) -> Iterator[Text]:
-    """Yield the lines of a worker after an empty one; none of a worker that has not reported its memory."""
+    """Yield an empty line and the lines of a worker; nothing if it has not reported its memory yet."""
     pool = worker.pool
     if pool is None:
         return
     yield Text()
-    age = f", told {duration(pool.age_s)} ago" if pool.age_s > OLD_S else ""
+    age = f", reported {duration(pool.age_s)} ago" if pool.age_s > OLD_S else ""
     yield Text(f"{worker.worker}  {size(worker.budget_bytes)}{age}", style="bold")
     bar, owners = Text(MARGIN), Text(MARGIN)
     stretches = _stretches(worker.worker, pool.parts, keys)
@@ -132,13 +128,13 @@ def _meaning(part: PartView) -> str:
 def _key(worker: str, part: PartView, keys: LegendKeys) -> str:
     if part.model is not None:
         return keys.get((worker, part.model), LAST)
-    return SHARED if part.kind == "weights" else NOBODY
+    return SHARED if part.kind == "weights" else UNOWNED
 
 
 def _cells(sizes: Sequence[int], width: int) -> list[int]:
-    """Return how many cells of the bar each size gets: its share, and one at least."""
+    """Return the width of each size in a bar: its share, and at least 1."""
     total = sum(sizes)
-    if len(sizes) > width // 2:  # too many for that
+    if len(sizes) > width // 2:  # no space for one cell each
         ends = [sum(sizes[: number + 1]) * width // total for number in range(len(sizes))]
         return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     cells = [max(1, round(size * width / total)) for size in sizes]
@@ -149,7 +145,6 @@ def _cells(sizes: Sequence[int], width: int) -> list[int]:
 
 
 def _legend(parts: Sequence[PartView], signs: Mapping[str, str], width: int) -> Iterator[Text]:
-    """Yield the signs with their sizes, in as many lines as it takes."""
     sums: Counter[str] = Counter()
     for part in parts:
         sums[_meaning(part)] += part.num_bytes

@@ -1,4 +1,4 @@
-"""Shows a bar of progress on standard error, if that is a terminal. Measures nothing itself."""
+"""Progress bars on standard error, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from rich.text import Text
 
 from hearth.cli.console import err
 
-#: Characters that bytes, speed, time and a short bar take: a long title is cut, they are not.
+#: Width of all columns but the title, which is cut if it is longer than the rest of the line.
 OTHER_COLUMNS = 44
 
 
 class Advance(Protocol):
     def __call__(self, done: int, total: int | None, what: str | None = None) -> None:
-        """Show so many bytes or steps; `what` is done now, None: the same as before."""
+        """Show progress in bytes or steps; `what` None: the title stays."""
 
 
 class _OnceKnown(ProgressColumn):
-    """A column that is empty, instead of showing a question mark, until there is something to show."""
+    """A column that is empty until its value is known; rich would show a question mark."""
 
     def __init__(self, column: ProgressColumn, is_known: Callable[[Task], bool]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _OnceKnown(ProgressColumn):
 
 @contextmanager
 def step_bar(title: str) -> Iterator[Advance]:
-    """Show a bar of steps, whose number need not be known at first, instead of bytes."""
+    """Show a bar that counts steps; their number may be unknown at first."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""`hearth ps`, `stop` and `logs`: a look at a running service. Starts and ends none."""
+"""`hearth ps`, `stop` and `logs`: what a running service does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hearth.control.observe.log_rotation import rotated_path
 from hearth.control.observe.views import PoolView, ProcessView, ResidentAdapterView, ResidentView, UnloadView
 from hearth.core.errors import DataDirError
 
-#: Adapters of a model that have a line each; the others have one together.
+#: Adapters of a model with a line of their own; the others share one.
 MAX_ADAPTERS = 8
 
 
@@ -41,15 +41,13 @@ def ps(
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Show the workers of a service and whose bytes are in their memory.
+    """Show workers, their memory and the loaded models.
 
-    One bar for each worker's memory; the letters below say whose bytes they are. Then a line for each model:
-    it is busy while it answers, warm until its time is up, then retained: its weights stay until somebody
-    needs the room, and only as many go as are needed. A pinned one stays in any case. Busy models that do not
-    fit together take turns: those that are not in turn are paused, or wait for their first one, and TURN says
-    when their next token is due. KV counts blocks that running requests use and those kept in case their text
-    comes again, of all that the model has. Adapters stand below their base. Host memory keeps models ready
-    for GPUs; on a CPU, where it would be the same memory, they only pass through it.
+    The bar is a worker's memory map; the letters below it are the models that own it. A model is busy while
+    it answers and warm until its keep_alive expires. Then it is retained: only as much is evicted as other
+    models need. A pinned model is never evicted. Busy models that do not fit in memory together take turns;
+    TURN says when the next token of a paused model is due. KV BLOCKS are used + cached of all of the model.
+    Adapters are listed below their base. Host memory caches models for GPUs; on a CPU it only buffers reads.
 
     [bold]Examples[/bold]
 
@@ -69,16 +67,15 @@ def ps(
 def stop(
     context: typer.Context,
     name: ModelName,
-    free: Annotated[bool, typer.Option("--free", help="Drop it from memory, not only when needed.")] = False,
+    free: Annotated[bool, typer.Option("--free", help="Free its memory now, not when needed.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Let go of a model before its time is up.
+    """Let a model be evicted before its keep_alive expires.
 
-    What it is answering is finished. It stays in memory until somebody needs the room, with --free the memory
-    is given back at once. The next request loads it again. What host memory keeps for GPUs stays there in any
-    case until others need that room.
+    Running requests are finished first. Its memory is reused when other models need it, or freed now with
+    --free. The next request loads the model again. Its copy in host memory stays until others need the space.
 
     [bold]Examples[/bold]
 
@@ -93,14 +90,18 @@ def stop(
 
 @app.command(rich_help_panel="Service")
 def logs(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added.")] = False,
-    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many, from the end.")] = 100,
-    access: Annotated[bool, typer.Option("--access", help="The access log: a line per request.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for new lines.")] = False,
+    num_lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Number of lines from the end.")
+    ] = 100,
+    access: Annotated[
+        bool, typer.Option("--access", help="Print the access log, one line per request.")
+    ] = False,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
     """Print the log of the service on this machine.
 
-    Its workers log there too. Prompts and answers are never logged.
+    It includes the logs of workers. Prompts and answers are never logged.
 
     [bold]Examples[/bold]
 
@@ -110,11 +111,11 @@ def logs(
     """
     path = DataDir(data_dir).access_log_path if access else DataDir(data_dir).log_path
     if not path.exists():
-        raise DataDirError(f"no log at `{path}`; `hearth serve` writes it: name its `--data-dir`")
-    if follow:  # tail waits for the file itself and goes on when it is replaced
+        raise DataDirError(f"no log at `{path}`; `hearth serve` writes it: pass its `--data-dir`")
+    if follow:  # tail handles rotation
         os.execvp("tail", ["tail", "-n", str(num_lines), "-F", str(path)])
     last: deque[str] = deque(maxlen=num_lines)
-    for part in (rotated_path(path), path):  # or there would be next to nothing after a rotation
+    for part in (rotated_path(path), path):
         with suppress(FileNotFoundError), part.open(encoding="utf-8", errors="replace") as lines:
             last.extend(lines)
     for line in last:
@@ -122,17 +123,16 @@ def logs(
 
 
 def _fate(view: UnloadView) -> str:
-    """Say what becomes of a model that was stopped, and of its memory."""
     requests = "1 request" if view.num_requests == 1 else f"{view.num_requests} requests"
     if not view.was_loaded:
         fate = "is not in device memory"
         fate += f" yet: {requests} will load it" if view.num_requests else ""
     else:
         memory = f"{size(view.device_bytes)} of device memory" if view.device_bytes else "its memory"
-        fate = f"gives back {memory}" if view.free else f"keeps {memory} until the room is needed"
+        fate = f"frees {memory}" if view.free else f"keeps {memory} until it is needed"
         fate = f"finishes {requests}, then it {fate}" if view.num_requests else fate
     if view.host_bytes:
-        fate += f"; {size(view.host_bytes)} stay in host memory until others need the room"
+        fate += f"; {size(view.host_bytes)} stay in host memory until it is needed"
     return fate
 
 
@@ -158,7 +158,7 @@ def _print_processes(view: ProcessView) -> None:
         for line in pool_lines(worker, keys, signs, out.width):
             out.print(line, soft_wrap=True)
         if worker.pool is not None and (limit := _torch_limit(worker.pool)) is not None:
-            typer.echo(f"  besides: {limit}")
+            typer.echo(f"  outside the pool: {limit}")
     typer.echo()
     models = []
     for model in view.models:
@@ -168,34 +168,37 @@ def _print_processes(view: ProcessView) -> None:
     print_columns([*header, "TIME LEFT"], models)
     for model in view.models:
         if model.is_pin_refused:
-            typer.echo(
-                f"\n{model.model} should be pinned, and models beside it would have no room for a turn"
-            )
+            typer.echo(f"\n{model.model} cannot be pinned: other models would have no memory for their turns")
     if view.host is not None:
         typer.echo(f"\nhost memory: {size(view.host.used_bytes)} of {size(view.host.budget_bytes)}")
     typer.echo(f"\nrequests: {view.num_running} running, {view.num_waiting} waiting")
 
 
 def _torch_limit(pool: PoolView) -> str | None:
-    """Say how much of the device a worker may take besides its pool; None: there is no limit."""
+    """Describe the limit of device memory outside the pool; None: no limit."""
     if pool.torch_limit_bytes is None:
         return None
-    how = "as measured" if pool.is_torch_limit_measured else "a guess, until its models have snapshots"
+    how = "measured" if pool.is_torch_limit_measured else "estimated until its models have snapshots"
     return f"at most {size(pool.torch_limit_bytes)}, {how}"
 
 
 def _model_row(model: ResidentView, key: str) -> list[str]:
     return [
-        *(model.model, key, model.worker, model.state),
+        model.model,
+        key,
+        model.worker,
+        model.state,
         f"{size(model.loaded_bytes)} of {size(model.total_bytes)}",
         size(model.shared_bytes) if model.shared_bytes else "-",
         _kv(model),
-        *(_running(model), _turn(model), _left(model)),
+        _running(model),
+        _turn(model),
+        _left(model),
     ]
 
 
 def _adapter_rows(model: ResidentView) -> list[list[str]]:
-    """Return lines of the adapters of a model, the busiest ones first, and one for all others."""
+    """Return a row for each of the busiest adapters of a model, and one for all others."""
     shown, others = model.adapters[:MAX_ADAPTERS], model.adapters[MAX_ADAPTERS:]
     rows = [
         ["  + " + one.name, "", "", _adapter_state(one), size(one.num_bytes), "", "", str(one.num_running)]

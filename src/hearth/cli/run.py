@@ -1,4 +1,4 @@
-"""`hearth run`: one question, its answer streamed. Converts nothing."""
+"""`hearth run`: one prompt, its answer streamed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NameOrPlace = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A deployed model's name; or a directory, GGUF file or URL (s3://, https://).",
+        help="Name of a deployed model, or a directory, GGUF file or URL (s3://, https://).",
         autocompletion=complete_model,
     ),
 ]
@@ -47,15 +47,15 @@ NameOrPlace = Annotated[
 def run(
     context: typer.Context,
     model: NameOrPlace,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask; - reads standard input.")],
-    device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.AUTO,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt; - reads standard input.")],
+    device: Annotated[Device, typer.Option(help="auto: a GPU if there is one.")] = Device.AUTO,
     dtype: Annotated[
-        Dtype, typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto suits model and device.")
+        Dtype, typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: fits model and device.")
     ] = Dtype.AUTO,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
-    seed: Annotated[int | None, typer.Option(help="Repeats an answer exactly.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it is, no chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of the answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.7,
+    seed: Annotated[int | None, typer.Option(help="Makes the answer reproducible.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT without a chat template.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -63,11 +63,10 @@ def run(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a model and stream its answer.
+    """Send a prompt to a model and stream its answer.
 
-    A deployed model is asked through the service, or loaded in this process where none runs; so is a model
-    by its path or URL. The prompt goes through the model's chat template where there is one; --raw has it
-    continued instead.
+    Uses the running service for a deployed model. Without a service, and for a path or URL, the model is
+    loaded in this process. The model's chat template is applied if there is one, unless --raw is given.
 
     [bold]Examples[/bold]
 
@@ -99,25 +98,25 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _TimedAnswer:
-    """A whole answer and how long it took. Becomes JSON."""
+    """A complete answer with its timings. Becomes JSON."""
 
     text: str
-    token_ids: tuple[int, ...]  #: none from a service, which sends text alone
+    token_ids: tuple[int, ...]  #: empty from a service, which sends only text
     num_tokens: int
     finish_reason: str | None
     first_token_s: float
-    total_s: float  #: from the message to the last token
+    total_s: float  #: from the prompt to the last token
     request_id: str | None  #: of a service
 
 
 def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None, flags: str) -> str:
-    """Return a line about an answer. `flags` lead other commands to the service that gave it."""
+    """`flags`: those by which other commands find the service."""
     summary = (
         f"{answer.num_tokens} tokens, {answer.num_tokens / answer.total_s:.1f} tokens/s, "
         f"first after {answer.first_token_s:.2f} s"
     )
     if answer.request_id is not None:
-        return f"{summary}; `hearth explain {answer.request_id}{flags}` tells more"
+        return f"{summary}; `hearth explain {answer.request_id}{flags}` shows details"
     summary += f", started in {start_s:.1f} s"
     if record is None:
         return summary
@@ -135,7 +134,7 @@ def _answer(
     started_s = time.perf_counter()
     message = {"role": "user", "content": text}
     for delta in answerer.chat([message], params) if is_chat else answerer.complete(text, params):
-        if delta.text or delta.finish_reason is not None:  # a stream begins before its first token is there
+        if delta.text or delta.finish_reason is not None:  # a stream begins before its first token
             first_token_s = first_token_s or time.perf_counter() - started_s
         texts.append(delta.text)
         token_ids += delta.token_ids

@@ -1,4 +1,4 @@
-"""The flags of `hearth serve`. What runs then is put together in `cli/server.py`."""
+"""The flags of `hearth serve`; `server.py` runs the service."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ log = logging.getLogger(__name__)
 def serve(
     context: typer.Context,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; any but this machine's own needs API keys.")
+        str | None, typer.Option(help="Address to listen on; beyond localhost, API keys are required.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="0 takes any free one.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes that run models; one per GPU.")] = None,
-    device: Annotated[Device | None, typer.Option(help="auto takes GPUs where there are any.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: any free port.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes; by default one per GPU.")] = None,
+    device: Annotated[Device | None, typer.Option(help="auto: GPUs if there are any.")] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Device memory of each worker, like 8GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Device memory per worker, like 8GiB.")
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Host memory that keeps models ready for GPUs.")
+        str | None, typer.Option(metavar="SIZE", help="Host memory that caches models for GPUs.")
     ] = None,
     keep_alive: Annotated[
-        str | None, typer.Option(metavar="TIME", help="How long an idle model stays: 5m, 0, -1 for ever.")
+        str | None, typer.Option(metavar="TIME", help="Idle time before eviction: 5m, 0, or -1 for never.")
     ] = None,
-    max_queue: Annotated[int | None, typer.Option(help="Waiting requests; more are answered 429.")] = None,
+    max_queue: Annotated[
+        int | None, typer.Option(help="Maximum queued requests; more get status 429.")
+    ] = None,
     api_keys_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Keys that are asked for; by default keys.json in the data directory."
-        ),
+        typer.Option(metavar="FILE", help="File of API keys; by default keys.json in the data directory."),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
             "--allow-origin",
             metavar="ORIGIN",
-            help="Web pages that may ask from a browser, like https://chat.example; may be repeated.",
+            help="CORS origin that may send requests, like https://chat.example; may be repeated.",
         ),
     ] = None,
     data_dir: Annotated[
@@ -51,18 +51,18 @@ def serve(
         typer.Option(
             "--data-dir",
             metavar="DIR",
-            help="Where models, keys and logs are kept; HEARTH_DATA_DIR or ~/.hearth if not given.",
+            help="Directory for models, keys and logs; by default HEARTH_DATA_DIR or ~/.hearth.",
         ),
     ] = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Serve all deployed models behind one endpoint, by the APIs of OpenAI, Anthropic and Ollama.
+    """Serve all deployed models behind one endpoint that speaks the APIs of OpenAI, Anthropic and Ollama.
 
-    Models are loaded when somebody asks for them and make room when they are idle. Ctrl-C or SIGTERM ends it:
-    running requests are finished first. Settings that have no flag of their own are given by --set or in the
-    file: `hearth config` lists them. All of them are read from the environment, too: service.port is
-    HEARTH_SERVICE_PORT there.
+    Models are loaded on request and evicted when they are idle and others need the memory. Ctrl-C or SIGTERM
+    stops the service after running requests have finished. Every setting can be given by --set, in the
+    --config file or as an environment variable: service.port is HEARTH_SERVICE_PORT. `hearth config` lists
+    them.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""The server of `hearth serve`: binds, serves and drains. Parses no flags."""
+"""Runs the service of `hearth serve`: binds, serves and drains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hearth.node.process_log import STDERR, is_open_as
 from hearth.node.template_process import TemplateProcess
 from hearth.system.garbage import collect_when_idle
 
-#: As many files may be open as the system lets this user open, but no more than this.
+#: The soft limit of open files is raised to the hard limit, at most to this.
 MAX_OPEN_FILES = 1 << 16
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -39,14 +39,13 @@ def run_service(
     on_ready: Callable[[str, Gateway], None] = lambda url, _: None,
     template: TemplateProcess | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; a second one ends at once. `on_ready` is told the URL once it answers.
+    """Serve until SIGTERM or SIGINT; a second signal ends running requests. Signals are ignored afterwards.
 
-    Both are ignored from then on, for the process is to end. `template`: that workers are forked from, if one
-    was started before.
+    `on_ready` is called with the URL once the service answers. `template`: the process that workers are
+    forked from, if it was started before.
 
     Raises:
-        HearthError: a port that is taken, a data directory in use, a device that is not there, ...; also
-            what a worker says as it starts, if no restart can help.
+        HearthError: the port is taken, the data directory in use, the device missing, or no worker can start.
     """
     devices = resolve(config.service)
     check_host_memory(config.store, devices)
@@ -58,7 +57,7 @@ def run_service(
         _log_file(data_dir.log_path),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        keys_of(service, data_dir)  # before anything is started
+        keys_of(service, data_dir)  # raises before anything is started
         runner.run(_serve(config, data_dir, devices, listener, on_ready, template))
 
 
@@ -72,9 +71,9 @@ async def _serve(
 ) -> None:
     service = config.service
     max_open_files = _raise_open_files()
-    # Signals only behind the other: until there they end it at once.
+    # Until `running` has started, signals end the process at once.
     async with running(config, data_dir, devices, template) as gateway, _signals_to_end() as signals:
-        from hearth.cli.http_server import http_server  # only now, beside the workers' own imports
+        from hearth.cli.http_server import http_server  # while workers import torch
 
         server = http_server(gateway, service, max_open_files)
         url = _url_of(listener)
@@ -99,7 +98,7 @@ async def _serve(
                 gateway.end_all(refused.result())
             elif signalled.done():
                 await _drain(gateway, signals, service.drain_s)
-        data_dir.withdraw()  # who comes from now on waits for the end, instead of finding the port closed
+        data_dir.withdraw()  # commands now wait for the end, instead of finding the port closed
         server.should_exit = True
         await serving
         if refused.done():
@@ -109,10 +108,9 @@ async def _serve(
 
 @asynccontextmanager
 async def _signals_to_end() -> AsyncIterator[asyncio.Queue[int]]:
-    """Yield a queue of the signals to end that come meanwhile; behind it they are ignored, for all is said.
+    """Yield a queue of SIGTERM and SIGINT; both are ignored afterwards.
 
-    Not by handlers of the loop: it drops them when it closes, and another signal would end the process by
-    force, though all has ended well. So does the interpreter with its own.
+    Handlers of the event loop would be dropped when it closes, and a late signal would kill the process.
     """
     loop, heard = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in END_SIGNALS:
@@ -125,7 +123,7 @@ async def _signals_to_end() -> AsyncIterator[asyncio.Queue[int]]:
 
 
 def _raise_open_files() -> int:
-    """Have as many files opened as this user may open; return how many that are."""
+    """Raise the soft limit of open files and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = max(soft, min(hard, MAX_OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
@@ -154,7 +152,7 @@ def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
             listener.listen(MAX_STRANGERS)
         except OSError as error:
             is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-            remedy = "choose another with `--port`, or 0 for any that is free"
+            remedy = "choose another with `--port`, or 0 for any free port"
             raise ConfigError(
                 f"cannot listen on {service.host} port {service.port}: {error.strerror or error}; "
                 f"{remedy if is_of_port else 'choose an address of this machine with `--host`'}"
@@ -165,7 +163,7 @@ def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """Log to a file as well, to which the processes of the service write too, unless standard error is it."""
+    """Log to a file as well, unless standard error is that file."""
     if is_open_as(path, STDERR):
         yield
         return
@@ -180,7 +178,7 @@ def _log_file(path: Path) -> Iterator[None]:
 
 
 def _url_of(listener: socket.socket) -> str:
-    """Return the URL by which commands on this machine reach the service."""
+    """Return the URL for commands on this machine."""
     host, port = listener.getsockname()[:2]
     return f"http://{_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"
 

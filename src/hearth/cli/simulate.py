@@ -1,4 +1,4 @@
-"""`hearth simulate`: how a service would fare with a workload, by its own policies. Starts no service."""
+"""`hearth simulate`: a workload against Hearth's scheduler, in virtual time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from hearth.sim.setting import OnTime, Policy, SimulationSetting, parse_models
 from hearth.sim.trace_files import is_counted, read_lengths, read_trace
 from hearth.sim.traces import Trace
 
-#: Of requests whose lengths nobody tells.
+#: Used if a trace has no lengths.
 DEFAULT_LENGTHS = Lengths.fixed(512, 128)
-#: How long arrivals are drawn for where no window is given.
+#: Duration of a random trace without --length.
 DRAWN_S = 600.0
 
 
@@ -36,19 +36,19 @@ DRAWN_S = 600.0
 def simulate(
     trace: Annotated[
         str,
-        typer.Option("--trace", metavar="TRACE", help="What arrives: a file, poisson:RATE or gamma:RATE:CV."),
+        typer.Option("--trace", metavar="TRACE", help="Arrivals: a file, poisson:RATE or gamma:RATE:CV."),
     ],
     models: Annotated[
-        str, typer.Option("--models", metavar="SHAPES", help="Such as 1b,7b,3b or 7b*40.")
+        str, typer.Option("--models", metavar="SHAPES", help="Model sizes, such as 1b,7b,3b or 7b*40.")
     ] = "7b",
-    workers: Annotated[int, typer.Option("--workers", min=1, help="Devices.")] = 1,
-    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of each worker.")] = "24GiB",
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Number of devices.")] = 1,
+    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory per worker.")] = "24GiB",
     policy: Annotated[
         Policy,
         typer.Option(
             "--policy",
             metavar="POLICY",
-            help="How models that do not fit together share a worker: turns, drain or one-at-a-time.",
+            help="How models that do not fit in memory share a worker: turns, drain or one-at-a-time.",
         ),
     ] = Policy.TURNS,
     profile: Annotated[
@@ -56,48 +56,50 @@ def simulate(
         typer.Option(
             "--profile",
             metavar="NAME|FILE",
-            help="The machine: h200, cpu2, a measured file, or snapshot:MODEL for this one.",
+            help="Machine: h200, cpu2, a measured file, or snapshot:MODEL for this machine.",
         ),
     ] = "h200",
-    context: Annotated[int, typer.Option("--context", min=2, help="Tokens of prompt and answer.")] = 2048,
-    begin_s: Annotated[float, typer.Option("--begin", min=0, metavar="SECONDS", help="Of the trace.")] = 0.0,
+    context: Annotated[int, typer.Option("--context", min=2, help="Context length in tokens.")] = 2048,
+    begin_s: Annotated[
+        float, typer.Option("--begin", min=0, metavar="SECONDS", help="Start of the window in the trace.")
+    ] = 0.0,
     length_s: Annotated[
-        float | None, typer.Option("--length", metavar="SECONDS", help="Of the trace, at its own speed.")
+        float | None,
+        typer.Option("--length", metavar="SECONDS", help="Length of the window, before --speed."),
     ] = None,
-    speed: Annotated[float, typer.Option("--speed", help="Arrivals come so many times as fast.")] = 1.0,
+    speed: Annotated[float, typer.Option("--speed", help="Speed up arrivals by this factor.")] = 1.0,
     max_input: Annotated[
-        int | None, typer.Option("--max-input", metavar="TOKENS", help="Longer prompts are cut.")
+        int | None, typer.Option("--max-input", metavar="TOKENS", help="Cut longer prompts.")
     ] = None,
     max_output: Annotated[
-        int | None, typer.Option("--max-output", metavar="TOKENS", help="Longer answers are cut.")
+        int | None, typer.Option("--max-output", metavar="TOKENS", help="Cut longer answers.")
     ] = None,
     lengths: Annotated[
         Path | None,
-        typer.Option("--lengths", metavar="FILE", help="Draw lengths from it where the trace has none."),
+        typer.Option("--lengths", metavar="FILE", help="Draw lengths from this file if the trace has none."),
     ] = None,
     first_token_target: Annotated[
         float, typer.Option("--first-token-target", min=0, metavar="SECONDS")
     ] = 0.5,
     pace: Annotated[
-        float, typer.Option("--pace", min=0, metavar="TOKENS/S", help="0: nobody reads along.")
+        float, typer.Option("--pace", min=0, metavar="TOKENS/S", help="Target pace; 0: not interactive.")
     ] = 10.0,
     on_time_s: Annotated[
         float,
-        typer.Option("--on-time", min=0, metavar="SECONDS", help="The first token counts as late after it."),
+        typer.Option("--on-time", min=0, metavar="SECONDS", help="A later first token counts as late."),
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed.")] = 0,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Say how a service would fare with a workload, in virtual time.
+    """Simulate a workload against Hearth's scheduler, in virtual time.
 
-    The brain, the turns, the batcher and the policies of memory are those of a service; only the device is
-    simulated, by a measured profile of a machine. With --profile snapshot:MODEL that is what a worker here
-    has measured of a model, which is the one shape of the profile, under its name: see `hearth snapshot`. A
-    shape is one of the profile, or a size such as 13b. The
-    tenants of a trace are mapped to the models by how busy they are, the busiest to the first, and behind the
-    last model from the first again. Lengths that a trace does not tell are drawn from --lengths, or are 512
-    tokens of prompt and 128 of answer. Token i is on time if it comes by the arrival + --on-time + i / 10 s.
+    All policies (placement, turns, batching, memory) are those of the service. Only the device is simulated,
+    by a measured profile of a machine. --profile snapshot:MODEL uses what a worker on this machine measured
+    of a model; use its name in --models (see `hearth snapshot`). Other models are named by a shape of the
+    profile, or by a size such as 13b. The busiest tenant of a trace is mapped to the first model, and so on,
+    starting over after the last. Lengths that a trace lacks are drawn from --lengths; without it, a prompt
+    has 512 tokens and an answer 128. Token i is on time if it comes by arrival + --on-time + i / 10 s.
 
     [bold]Examples[/bold]
 
@@ -124,11 +126,9 @@ def simulate(
     workload = _workload(trace, names, drawn, chooser, begin_s, window_s)
     workload = workload.at_speed(speed).cut(max_input, max_output)
     if not workload.requests:
-        raise ConfigError(f"no request of `{trace}` is in the window from {begin_s:g} s for {window_s:g} s")
+        raise ConfigError(f"`{trace}` has no requests in the window from {begin_s:g} s for {window_s:g} s")
     if num_idle := len(names) - len(workload.tenants):
-        err.print(
-            f"{num_idle} of {len(names)} models get no request: the trace has too few tenants in its window"
-        )
+        err.print(f"{num_idle} of {len(names)} models get no requests: the window has too few tenants")
     machine = _machine(profile, data_dir)
     columns = ("simulating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:
@@ -150,7 +150,6 @@ def _machine(profile: str, data_dir: Path) -> Profile:
 def _workload(
     text: str, models: list[str], lengths: Lengths, chooser: Random, begin_s: float, length_s: float
 ) -> Trace:
-    """Return the requests of a file or drawn ones, for models."""
     kind, *numbers = text.split(":")
     if kind not in ("poisson", "gamma"):
         path = Path(text)
@@ -180,9 +179,9 @@ def _facts(report: SimulationReport, on_time: OnTime) -> dict[str, object]:
         ),
         "output": f"{report.tokens_per_s:,.0f} tokens/s",
         "turns": report.num_turns,
-        "pauses": f"{report.pauses_per_request:.2f} a request",
-        "moved": f"{size(report.bytes_moved)} by {report.num_loads} loads, bus in use {report.bus_share:.1%}",
-        "steps": f"{report.num_steps:,}, device in use {report.step_share:.1%}",
+        "pauses": f"{report.pauses_per_request:.2f} per request",
+        "moved": f"{size(report.bytes_moved)} in {report.num_loads} loads, bus busy {report.bus_share:.1%}",
+        "steps": f"{report.num_steps:,}, device busy {report.step_share:.1%}",
         "recomputed": f"{report.num_preempted} requests lost their KV",
     }
 

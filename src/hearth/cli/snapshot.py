@@ -1,4 +1,4 @@
-"""`hearth snapshot`: what starts of models need, made beforehand; made, listed, removed and verified."""
+"""`hearth snapshot`: make, list, remove and verify snapshots, which make starts of models faster."""
 
 from __future__ import annotations
 
@@ -38,21 +38,19 @@ from hearth.snapshot.memory_profile import MemoryProfile
 
 
 class MakingGroup(TyperGroup):
-    """Commands, of which `make` may be left out: `hearth snapshot qwen-7b`.
+    """Commands with `make` as the default: `hearth snapshot qwen-7b`.
 
-    Contexts are Click's, which some versions of Typer bring themselves and others do not.
+    Contexts are Click's, which only some versions of Typer bundle; hence `Any`.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         return super().resolve_command(ctx, self.resolve_words(args))
 
     def resolve_words(self, words: list[str]) -> list[str]:
-        """Return words that begin with a command."""
         is_name = bool(words) and not words[0].startswith("-") and words[0] not in self.commands
         return ["make", *words] if is_name else words
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Complete names of models as well, as `make` does."""
         make = self.commands["make"]
         context = make.make_context("make", [], parent=ctx, resilient_parsing=True)
         name = next(one for one in make.get_params(context) if one.name == "name")
@@ -63,13 +61,15 @@ snapshot_app = typer.Typer(cls=MakingGroup, no_args_is_help=True, rich_markup_mo
 app.add_typer(
     snapshot_app,
     name="snapshot",
-    help="Prepare a model's next start: hearth snapshot NAME. Also ls, rm and verify.",
+    help="Make starts of a model faster: hearth snapshot NAME. Also ls, rm and verify.",
     rich_help_panel="Models",
 )
 
 _Named = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME]", help="A deployed model; by default all.", autocompletion=complete_model),
+    typer.Argument(
+        metavar="[NAME]", help="Name of a deployed model; by default all.", autocompletion=complete_model
+    ),
 ]
 
 
@@ -77,7 +77,7 @@ _Named = Annotated[
 class _Found:
     """A snapshot on disk. Becomes JSON."""
 
-    model: str  #: name of the deployed model; empty: it is not deployed any more
+    model: str  #: empty: the model is no longer deployed
     path: str
     num_bytes: int
     used_at_s: float
@@ -86,8 +86,8 @@ class _Found:
     sections: list[str]
     num_graphs: int  #: of steps without adapters
     num_adapter_graphs: int  #: of steps with adapters
-    state: str  #: ok, or in a word what is wrong with it
-    problem: str | None  #: why it cannot be used; None: it can, where its fingerprint is that of the start
+    state: str  #: ok, or the problem in one word
+    problem: str | None  #: why it cannot be used
 
 
 @snapshot_app.command()
@@ -101,14 +101,13 @@ def make(
 ) -> None:
     """Make a snapshot of a model now.
 
-    A snapshot keeps what the next start of the model would have to find out again: how much memory a worker
-    takes besides its pool, how long steps and loads take, and on a GPU its captured steps. A running service
-    makes one by itself some time after the first start of a model, when nobody asks for anything; this makes
-    it now, also if there is one. The model is loaded for it, and measured as soon as no model of its worker
-    has requests.
+    A snapshot stores what the next start of the model would have to measure again: memory outside the pool,
+    times of steps and loads, and on a GPU its CUDA graphs. The service makes one after the first start of a
+    model, when it is idle. This command makes it now and replaces an existing one: the model is loaded, and
+    measured once no model of its worker has requests.
 
-    A snapshot counts only for the same model, machine, software and settings. Where anything differs models
-    start as usual, a new one is made, and `hearth doctor` says what was different.
+    A snapshot is valid for the same model, machine, software and settings. If anything differs, the model
+    starts without it, a new one is made, and `hearth doctor` says what differs.
 
     [bold]Examples[/bold]
 
@@ -122,11 +121,7 @@ def make(
 
 
 def made(client: Client, name: str) -> SnapshotView:
-    """Have a snapshot made by a service, show its progress, and return what was made.
-
-    Raises:
-        HearthError: it could not be made.
-    """
+    """Have the service make a snapshot, and show its progress. Raises HearthError."""
     view = None
     with step_bar(f"loading {name}") as advance:
         for event in client.make_snapshot(name):
@@ -136,16 +131,14 @@ def made(client: Client, name: str) -> SnapshotView:
                 is_counted = event.phase == SnapshotPhase.MEASURING
                 advance(event.num_done, event.num_steps if is_counted else None, f"{event.phase} {name}")
     if view is None:
-        raise SnapshotError(
-            f"no snapshot of `{name}` was made, and no reason given; look at the service's log"
-        )
+        raise SnapshotError(f"no snapshot of `{name}` was made, and no reason was given; see `hearth logs`")
     return view
 
 
 def told(view: SnapshotView) -> str:
     return (
-        f"made a snapshot of {view.model}: {size(view.num_bytes)} in {view.seconds:.1f} s; its worker takes "
-        f"{size(view.unbooked_bytes)} besides its pool"
+        f"made a snapshot of {view.model}: {size(view.num_bytes)} in {view.seconds:.1f} s; its worker uses "
+        f"{size(view.unbooked_bytes)} outside the pool"
     )
 
 
@@ -153,11 +146,10 @@ def told(view: SnapshotView) -> str:
 def list_snapshots(data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson = False) -> None:
     """List the snapshots of this machine.
 
-    BESIDES is the memory that a worker was seen to take besides its pool. GRAPHS counts captured steps, and
-    behind a plus those of steps with adapters, which a model has once adapters are deployed on it. STATE says
-    in a word what is wrong with a snapshot, which is then made anew; `hearth snapshot verify` says more: it
-    reads all of it. A snapshot of a model that was removed goes with it; those that were used longest ago go
-    when all of them take more than store.snapshot_bytes.
+    BESIDES is the memory that a worker uses outside its pool. GRAPHS counts CUDA graphs, plus those of steps
+    with adapters. STATE is the problem of a snapshot in one word; the service replaces such a snapshot, and
+    `hearth snapshot verify` says more. Snapshots are removed together with their model; the least recently
+    used ones are removed when all together exceed store.snapshot_bytes.
 
     [bold]Example[/bold]
 
@@ -185,12 +177,12 @@ def list_snapshots(data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson =
 @snapshot_app.command("rm")
 def remove(
     name: ModelName,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
     """Remove the snapshots of a model.
 
-    Its next start is an ordinary one, after which a new snapshot is made.
+    The next start is slower, and a new snapshot is made after it.
 
     [bold]Example[/bold]
 
@@ -199,7 +191,9 @@ def remove(
     digest = _digest_of(data_dir, name)
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError(f"nobody can be asked whether to remove snapshots of `{name}`; add `--yes`")
+            raise ConfigError(
+                f"cannot ask whether to remove snapshots of `{name}`: not a terminal; pass `--yes` to confirm"
+            )
         typer.confirm(f"Remove the snapshots of {name}?", abort=True)
     directory = _LocalSnapshots.of(data_dir).directory
     num_removed = 0 if directory is None else directory.remove(digest)
@@ -209,10 +203,10 @@ def remove(
 
 @snapshot_app.command()
 def verify(name: _Named = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> None:
-    """Read snapshots and check every byte of them.
+    """Verify snapshots byte by byte.
 
-    That is: they are whole, as they were written, and were written by this installation. The exit code is 1
-    if one is not; nothing of such a one is ever used.
+    Checks that they are complete, unchanged and written by this installation. The exit code is 1 if one is
+    not; such a snapshot is never used.
 
     [bold]Examples[/bold]
 
@@ -224,7 +218,7 @@ def verify(name: _Named = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> N
     directory, bad = _LocalSnapshots.of(data_dir).directory, 0
     entries = [] if directory is None else directory.entries(digest)
     if directory is None or not entries:
-        typer.echo("there are no snapshots" if name is None else f"there is no snapshot of {name}")
+        typer.echo("no snapshots" if name is None else f"no snapshot of {name}")
         return
     for entry in entries:
         try:
@@ -237,24 +231,21 @@ def verify(name: _Named = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> N
             typer.echo(f"ok: {entry.path}, {size(entry.num_bytes)}")
     if bad:
         what = "1 snapshot is" if bad == 1 else f"{bad} snapshots are"
-        raise SnapshotError(f"{what} of no use; `hearth snapshot rm` it, and the service makes a new one")
+        raise SnapshotError(f"{what} unusable; `hearth snapshot rm NAME`, and the service makes a new one")
 
 
 @dataclass(frozen=True, slots=True)
 class _LocalSnapshots:
-    """The snapshots of a data directory, with the names of their models."""
-
-    directory: SnapshotDirectory | None  #: None: there is none, and it is not made
+    directory: SnapshotDirectory | None  #: None: it does not exist, and is not created
     names: dict[str, str]  #: of models, by the digests of their manifests
 
     @staticmethod
     def of(data_dir: Path) -> _LocalSnapshots:
-        """Look at a data directory. Raises SnapshotError: its key is broken."""
+        """Raises SnapshotError if the key of the directory is broken."""
         names = {one.digest: one.name for one in local_models.views(data_dir)}
         return _LocalSnapshots(SnapshotDirectory.find(DataDir(data_dir).snapshots_path), names)
 
     def found(self, digest: str | None = None) -> list[_Found]:
-        """Return the snapshots of one model, or of all."""
         if self.directory is None:
             return []
         return [self._look(self.directory, entry) for entry in self.directory.entries(digest)]
@@ -277,7 +268,6 @@ class _LocalSnapshots:
 
 
 def _graphs(found: _Found) -> str:
-    """Say how many graphs a snapshot has, and how many more for steps with adapters."""
     if not found.num_graphs:
         return "-"
     more = f"+{found.num_adapter_graphs}" if found.num_adapter_graphs else ""
@@ -285,17 +275,13 @@ def _graphs(found: _Found) -> str:
 
 
 def _digest_of(data_dir: Path, name: str) -> str:
-    """Return the digest of the model whose snapshots are meant: for an adapter those of its base."""
+    """Return the digest of a model; for an adapter, that of its base."""
     view = local_models.find(data_dir, name)
     return view.digest if view.base is None else local_models.find(data_dir, view.base).digest
 
 
 def cost_profile(data_dir: Path, name: str) -> MeasuredProfile:
-    """Return what was measured of a model, by the snapshot of it that was used last.
-
-    Raises:
-        HearthError: there is no such model, or no snapshot of it.
-    """
+    """Return the measurements in the most recently used snapshot of a model. Raises HearthError."""
     digest, directory = _digest_of(data_dir, name), _LocalSnapshots.of(data_dir).directory
     opened = None if directory is None else directory.newest(digest)
     if opened is None:
@@ -306,15 +292,12 @@ def cost_profile(data_dir: Path, name: str) -> MeasuredProfile:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsReport:
-    """The snapshots of a data directory, as the doctor found them."""
-
     number: int
     num_bytes: int
-    notes: tuple[str, ...]  #: why some are of no use
+    notes: tuple[str, ...]  #: why some cannot be used
 
 
 def look_at_snapshots(data_dir: Path) -> SnapshotsReport:
-    """Look at all snapshots; those that cannot be used are named."""
     try:
         found = _LocalSnapshots.of(data_dir).found()
     except (SnapshotError, DataDirError) as error:

@@ -1,8 +1,4 @@
-"""Names of deployed models, of keys and of their groups for the shell: press Tab. Never fails or prints.
-
-Models are those that the command would find: of the service at `--url`, or of the data directory, where a
-service registers its models too.
-"""
+"""Shell completion of model names, key names and groups. Never fails or prints."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ def complete_model(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_base(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of models that begin so, which an adapter may have as its base."""
+    """Return the names of models, without adapters."""
     try:
         return [
             view.name for view in _known(context) if view.base is None and view.name.startswith(incomplete)
@@ -46,12 +42,10 @@ def _known(context: typer.Context) -> list[ModelView]:
 
 
 def complete_key(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of keys that begin so."""
     return [key.name for key in _keys(context) if key.name.startswith(incomplete)]
 
 
 def complete_group(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the groups of keys that begin so."""
     groups = {key.group for key in _keys(context) if key.group is not None}
     return sorted(group for group in groups if group.startswith(incomplete))
 
@@ -66,7 +60,5 @@ def _keys(context: typer.Context) -> list[KeyInfo]:
 
 ModelName = Annotated[
     str,
-    typer.Argument(
-        metavar="NAME", help="A deployed model, by its name or an alias.", autocompletion=complete_model
-    ),
+    typer.Argument(metavar="NAME", help="Name or alias of a deployed model.", autocompletion=complete_model),
 ]

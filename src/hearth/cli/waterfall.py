@@ -1,7 +1,4 @@
-"""Draws an explanation as lines of text: a bar per span on one axis of time, then marks, costs and bytes.
-
-Knows no terminal: whoever prints says how wide it may be.
-"""
+"""Draws an explanation as lines of text: a bar per span on a time axis, then events, bytes and costs."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from hearth.control.observe.views import Explanation, RungView, TimelineSpan
 from hearth.policy.fleet.events import Option
 
 MIN_BAR = 24
-#: Why a request went where it did, for people.
+#: Why a request was placed on its worker.
 REASONS = {
-    "resident": "the model was there and had a free slot",
-    "loading": "the model was on its way there",
+    "resident": "the model was loaded and had a free slot",
+    "loading": "the model was being loaded there",
     "free_room": "loaded into free memory",
-    "evicted": "loaded where others had to go",
-    "turns": "busy models leave no room for it, so they take turns",
-    "waited": "a slot or room came free",
+    "evicted": "loaded after evicting other models",
+    "turns": "busy models fill the memory, so they take turns",
+    "waited": "a slot or memory became free",
 }
 
 
@@ -28,20 +25,20 @@ def waterfall(explained: Explanation, width: int) -> list[str]:
     if explained.marks:
         ats = [precise(mark.at_s) for mark in explained.marks]
         whats = [mark.what for mark in explained.marks]
-        lines += ["", "what happened"]
+        lines += ["", "events"]
         for mark, at in zip(explained.marks, _right(ats), strict=True):
             lines.append(f"  {at}  {mark.what.ljust(max(map(len, whats)))}  {mark.detail}".rstrip())
     if explained.rungs or explained.reused_bytes or explained.shared_bytes:
         lines += ["", "bytes loaded", *_rungs(explained)]
     if explained.options:
-        lines += ["", "what each worker would have cost", *_options(explained.options)]
+        lines += ["", "estimated cost per worker", *_options(explained.options)]
     return lines
 
 
 def _heading(explained: Explanation) -> Iterator[str]:
     yield f"{explained.request_id}  {explained.model}  {explained.outcome}"
     if explained.client_request_id is not None:
-        yield f"its client calls it {explained.client_request_id}"
+        yield f"client request id {explained.client_request_id}"
     if explained.traceparent is not None:
         yield f"traceparent {explained.traceparent}"
     if explained.error is not None:
@@ -66,21 +63,21 @@ def _heading(explained: Explanation) -> Iterator[str]:
         yield f"paused {times} for other models, {precise(explained.paused_s)} in all"
     if explained.num_late_tokens:
         tokens = "1 token" if explained.num_late_tokens == 1 else f"{explained.num_late_tokens} tokens"
-        yield f"{tokens} came later than its pace"
+        yield f"{tokens} later than its pace"
 
 
 def _adapter(explained: Explanation) -> str:
-    """Say where an adapter was, and how long it took."""
     if explained.adapter_tier is None:
         return ""
     if explained.adapter_tier == "device":
-        return ", which was on the device"
-    waited = f", {precise(explained.adapter_wait_s)} until it had room" if explained.adapter_wait_s else ""
+        return ", already on the device"
+    waited = (
+        f" after waiting {precise(explained.adapter_wait_s)} for memory" if explained.adapter_wait_s else ""
+    )
     return f", loaded from {explained.adapter_tier} in {precise(explained.adapter_load_s)}{waited}"
 
 
 def _bars(spans: Sequence[TimelineSpan], width: int) -> Iterator[str]:
-    """Yield the bars of spans, which begin and end where their times lie on the axis and are never empty."""
     if not spans:
         return
     end_s = max(max(span.end_s for span in spans), 1e-9)
@@ -98,19 +95,18 @@ def _bars(spans: Sequence[TimelineSpan], width: int) -> Iterator[str]:
 
 
 def _rungs(explained: Explanation) -> Iterator[str]:
-    """Yield the bytes that were on the device, those of each rung, and those that another load brought."""
     names = [str(rung.rung) for rung in explained.rungs]
     sizes = [size(rung.num_bytes) for rung in explained.rungs]
     remarks = [_pace(rung) for rung in explained.rungs]
     if explained.shared_bytes:
         names.append("shared")
         sizes.append(size(explained.shared_bytes))
-        remarks.append("that another load was reading")
+        remarks.append("read by another load")
     if explained.reused_bytes:
         come_bytes = sum(rung.num_bytes for rung in explained.rungs) + explained.shared_bytes
         names.insert(0, "device")
         sizes.insert(0, size(explained.reused_bytes))
-        remarks.insert(0, f"were there already, {size(come_bytes)} had to come")
+        remarks.insert(0, f"already there, {size(come_bytes)} had to be loaded")
     for row in zip(_left(names), _right(sizes), remarks, strict=True):
         yield "  " + "  ".join(row)
 
@@ -132,7 +128,7 @@ def _options(options: Sequence[Option]) -> Iterator[str]:
             yield (
                 f"  {name}  {precise(option.cost_s)}: queue {precise(option.queue_s)}, "
                 f"load {precise(option.load_s)}{missing}, {evict}"
-                f"{precise(rest_s)} as {option.utilisation:.0%} of it is in use"
+                f"{precise(rest_s)} for {option.utilisation:.0%} utilisation"
             )
 
 

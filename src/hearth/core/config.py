@@ -1,9 +1,8 @@
-"""Configuration: a TOML file and flags become small frozen sections, checked once. It reads no environment
-variables (`cli/environment.py` does) and does not know what the sections are for.
+"""Configuration: a TOML file and flags become small frozen sections, checked once.
 
-A section is a frozen dataclass whose `__post_init__` calls `_check_section`; a field of `HearthConfig` puts
-it into the file. Type and limits of a key are its annotation; a key named `..._bytes` also takes sizes like
-"8GiB", a time annotated as spoken also texts like "5m".
+The annotation of a key is its type and its limits. A key named `..._bytes` also takes sizes like "8GiB", one
+annotated with `_Duration` also texts like "5m". `scripts/reference` turns the `#:` comments into
+docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -29,62 +28,61 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a number, `low` and `high` included."""
+    """Limits of a number, both inclusive."""
 
     low: float
     high: float = math.inf
 
-    def spelled(self, unit: Callable[[float], str]) -> str:
-        """Spell the limits for people, each as `unit` writes it."""
+    def text(self, unit: Callable[[float], str]) -> str:
         return f"at least {unit(self.low)}" + (
             "" if math.isinf(self.high) else f" and at most {unit(self.high)}"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Spoken:
-    """Marks seconds that are given as `parse_duration` reads them."""
+class _Duration:
+    """Marks seconds that `parse_duration` reads."""
 
     low_s: float = 0.0
 
 
-#: Longer waits than a day are mistakes.
 _Wait = Annotated[float, Limits(0.0, 86400.0)]
-#: Limits of when tokens are due, of settings and of requests alike. Sooner than a few steps is never kept.
+#: Limits of `first_token_target` and `pace`, in settings and in requests.
 TARGET_LIMITS, PACE_LIMITS = Limits(0.01, 3600.0), Limits(0.0, 1000.0)
 _PAUSE_LIMITS = Limits(0.1, 3600.0)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How the models of a device are run."""
+    """How models run on a device."""
 
-    #: the most tokens that one step computes; None: derived from device, model and memory
+    #: maximum tokens per step; None: derived from device, model and memory
     max_batch_tokens: Annotated[int | None, Limits(1)] = None
-    #: sequences of a model that run at the same time; None: derived from device, model and memory
+    #: maximum sequences of a model that run concurrently; None: derived from device, model and memory
     max_seqs: Annotated[int | None, Limits(1)] = None
-    #: the longest that a step with running requests should take because of prompts; infinite: any time
-    max_step: Annotated[float, _Spoken(low_s=0.001)] = 0.1
-    block_tokens: Annotated[int, Limits(1, 1024)] = 16  #: tokens per block of KV
-    kv_bytes: Annotated[int | None, Limits(1)] = None  #: KV memory; None: derived from the device's memory
-    memory_fraction: Annotated[float, Limits(0.05, 1.0)] = 0.9  #: share of the device's memory to use
-    graphs: Literal["lazy", "start", "off"] = "lazy"  #: when steps are captured as CUDA graphs
+    #: target for the longest step when prompts join running requests; infinite: no target
+    max_step: Annotated[float, _Duration(low_s=0.001)] = 0.1
+    block_tokens: Annotated[int, Limits(1, 1024)] = 16  #: tokens per KV block
+    kv_bytes: Annotated[int | None, Limits(1)] = (
+        None  #: KV cache memory; None: derived from the device's memory
+    )
+    memory_fraction: Annotated[float, Limits(0.05, 1.0)] = 0.9  #: fraction of the device's memory to use
+    graphs: Literal["lazy", "start", "off"] = "lazy"  #: when to capture CUDA graphs
 
     def __post_init__(self) -> None:
         _check_section(self, "engine")
 
     def plain(self) -> dict[str, int | float | str | None]:
-        """Return the fields as JSON can hold them; infinity, which JSON lacks, is -1, as in `load`."""
+        """Return the fields for JSON, which lacks infinity: -1 stands for it, as in `load`."""
         return asdict(self) | {"max_step": -1 if math.isinf(self.max_step) else self.max_step}
 
     @property
     def wanted_limits(self) -> WantedLimits:
-        """The limits of a step as far as they are set."""
         return WantedLimits(self.max_batch_tokens, self.max_seqs, self.block_tokens)
 
 
-#: The most of `store.host_bytes` that a CPU uses. It holds models in `service.memory_bytes`, in the memory of
-#: the same machine, so chunks only pass through a few cells, enough for a disk to be read well.
+#: The part of `store.host_bytes` that a CPU uses, as buffers to read the disk at full speed.
+#: `service.memory_bytes` holds its models.
 CPU_HOST_BYTES = 128 << 20
 
 
@@ -92,11 +90,11 @@ CPU_HOST_BYTES = 128 << 20
 class StoreConfig:
     """Where models are kept on disk and in host memory."""
 
-    path: str = "~/.cache/hearth"  #: where models and chunks from object storage are kept on disk
-    disk_bytes: Annotated[int | None, Limits(0)] = None  #: the most that they may take; None: no quota
-    #: host memory that keeps models ready for GPUs; for a CPU they only pass through a little of it
+    path: str = "~/.cache/hearth"  #: directory for models and for chunks from object storage
+    disk_bytes: Annotated[int | None, Limits(0)] = None  #: disk quota; None: no quota
+    #: host memory that caches models for GPUs; a CPU uses up to 128 MiB of it as buffers
     host_bytes: Annotated[int, Limits(16 << 20)] = 1 << 30
-    #: the most that snapshots may take on disk, in the data directory; 0: none are made or used
+    #: disk quota for snapshots in the data directory; 0: no snapshots
     snapshot_bytes: Annotated[int, Limits(0)] = 1 << 30
 
     def __post_init__(self) -> None:
@@ -104,7 +102,7 @@ class StoreConfig:
 
     @property
     def unused_host_bytes(self) -> int:
-        """Host memory beyond the default that is asked for and that a CPU does not use."""
+        """Host memory set beyond the default that a CPU would not use."""
         is_default = self.host_bytes == StoreConfig().host_bytes
         return 0 if is_default else max(0, self.host_bytes - CPU_HOST_BYTES)
 
@@ -113,7 +111,7 @@ class StoreConfig:
 class LogConfig:
     """How much is logged."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"  #: lines that matter less are not logged
+    level: Literal["debug", "info", "warning", "error"] = "info"  #: minimum level to log
 
     def __post_init__(self) -> None:
         _check_section(self, "log")
@@ -121,52 +119,49 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """The service of `hearth serve`: its address, its workers, and when its tokens are due."""
+    """The service of `hearth serve`: address, workers, latency targets and limits."""
 
-    data_dir: str = "~/.hearth"  #: registry, models, chunks, logs; the service keeps its store here
-    host: str = "127.0.0.1"  #: address to listen on; any but this machine's own needs API keys
-    port: Annotated[int, Limits(0, 65535)] = 8000  #: port to listen on; 0: any free one
-    #: processes that run models; None: one per GPU, or one on the CPU
+    data_dir: str = "~/.hearth"  #: directory for registry, models, chunks and logs
+    host: str = "127.0.0.1"  #: address to listen on; addresses beyond localhost require API keys
+    port: Annotated[int, Limits(0, 65535)] = 8000  #: port to listen on; 0: any free port
+    #: worker processes; None: one per GPU, or one on the CPU
     workers: Annotated[int | None, Limits(1, 1024)] = None
-    device: Literal["auto", "cuda", "cpu"] = "auto"  #: auto: GPUs where there are any
-    #: memory of each worker's device for models; None: derived from the device. At least a page of a CUDA
-    #: device.
+    device: Literal["auto", "cuda", "cpu"] = "auto"  #: auto: GPUs if there are any
+    #: device memory per worker for models; None: derived from the device
     memory_bytes: Annotated[int | None, Limits(1 << 20)] = None
-    #: idle for longer, a model may leave memory; infinite: never
-    keep_alive: Annotated[float, _Spoken()] = 300.0
-    max_queue: Annotated[int, Limits(1)] = 512  #: requests that wait for a slot or for room
-    api_keys_file: str | None = None  #: API keys that are asked for; None: keys.json in the data directory
-    drain_s: _Wait = 30.0  #: seconds that running requests may take to finish when the service stops
-    heartbeat_s: Annotated[float, Limits(0.01, 3600.0)] = 1.0  #: seconds between two looks at each worker
-    #: Heartbeats without an answer or an advance until a worker is replaced; a slow model's step has more.
+    #: idle time after which a model may be evicted; infinite: never
+    keep_alive: Annotated[float, _Duration()] = 300.0
+    max_queue: Annotated[int, Limits(1)] = 512  #: maximum queued requests
+    api_keys_file: str | None = None  #: file of API keys; None: keys.json in the data directory
+    drain_s: _Wait = 30.0  #: seconds that running requests have to finish when the service stops
+    heartbeat_s: Annotated[float, Limits(0.01, 3600.0)] = 1.0  #: seconds between heartbeats of a worker
+    #: heartbeats missed or without progress after which a worker is replaced; slow models get more
     max_missed: Annotated[int, Limits(1)] = 30
-    start_s: _Wait = 180.0  #: seconds until a worker that is not ready is replaced
-    max_body_bytes: Annotated[int, Limits(1024)] = 16 << 20  #: the longest body of a request
-    #: Bytes of all responses that were sent with `store: true` to `/v1/responses`; 0: none is stored.
+    start_s: _Wait = 180.0  #: seconds that a worker has to start before it is replaced
+    max_body_bytes: Annotated[int, Limits(1024)] = 16 << 20  #: maximum size of a request body
+    #: memory for responses stored by `store: true` of `/v1/responses`; 0: none are stored
     response_store_bytes: Annotated[int, Limits(0)] = 64 << 20
-    template_s: _Wait = 2.0  #: seconds that a chat template may take
-    #: seconds between comments in a stream that waits
+    template_s: _Wait = 2.0  #: time limit for rendering a chat template, in seconds
+    #: seconds between keep-alive comments in a stream that waits
     stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = 5.0
-    turns: bool = True  #: busy models that do not fit together share a device by time
-    #: Seconds after a request came in which its first token is due.
+    turns: bool = True  #: busy models that do not fit in memory together take turns on the device
+    #: target for the time to first token, in seconds
     first_token_target: Annotated[float, TARGET_LIMITS] = 0.5
-    #: Tokens per second that are due from then on; 0: nobody reads along.
+    #: target for tokens per second after the first; 0: not interactive, lower priority
     pace: Annotated[float, PACE_LIMITS] = 10.0
-    #: The longest wait for a next token in seconds, however many were sent ahead.
+    #: longest pause between two tokens in seconds, even when a request is ahead of its pace
     max_pause: Annotated[float, _PAUSE_LIMITS] = 1.5
-    #: Waiting for room for more seconds, a request has busy models drained for its own, if they cannot take
-    #: turns.
+    #: seconds after which a request that waits for memory drains busy models, if models cannot take turns
     patience_s: _Wait = 2.0
-    journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: how much is kept of the newest events on disk
-    #: Web pages that may ask from a browser, by their origins, like "https://chat.example"; "*" is any, and
-    #: counts only where API keys are asked for.
+    journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: disk quota for the journal of events
+    #: CORS origins that may send requests, like "https://chat.example"; "*": any, if API keys are required
     allowed_origins: tuple[str, ...] = ()
-    #: Seconds after which a connection without a request is closed. A proxy in front should close its own
-    #: sooner, or it sends requests into connections that are closing: nginx waits for 60, others up to 600.
+    #: seconds after which an idle connection is closed; a proxy in front should close its connections sooner
+    #: (nginx: 60, others up to 600), or it sends requests into connections that are closing
     idle_connection_s: Annotated[int, Limits(1, 86400)] = 120
-    #: A line per HTTP request in logs/access.log of the data directory: for people, or as JSON.
+    #: format of logs/access.log in the data directory, one line per HTTP request
     access_log: Literal["text", "json", "off"] = "text"
-    #: What an hour of a device costs, in any currency, for metrics of money by model; None: there are none.
+    #: price of a device per hour, in any currency, for cost metrics per model; None: no cost metrics
     device_hour_price: Annotated[float | None, Limits(0.0)] = None
 
     def __post_init__(self) -> None:
@@ -176,20 +171,22 @@ class ServiceConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The settings of one deployed model, in its own table: [models.NAME]."""
+    """The settings of one deployed model, in a table of its own: [models.NAME]."""
 
-    aliases: tuple[str, ...] = ()  #: other names that it answers to
-    #: tokens of prompt and answer together; None: what it was made for
+    aliases: tuple[str, ...] = ()  #: other names of the model
+    #: context length in tokens, prompt and answer together; None: the model's own
     context: Annotated[int | None, Limits(2)] = None
-    keep_alive: Annotated[float | None, _Spoken()] = None  #: as of the service, for this model
-    pinned: bool = False  #: loaded when the service starts, and never evicted
-    latency_weight: Annotated[float, Limits(0.001, 1000.0)] = 1.0  #: how much a second of its start matters
-    first_token_target: Annotated[float | None, TARGET_LIMITS] = None  #: as of the service, for this model
-    pace: Annotated[float | None, PACE_LIMITS] = None  #: as of the service, for this model
-    max_pause: Annotated[float | None, _PAUSE_LIMITS] = None  #: as of the service, for this model
-    #: device memory that it is promised wherever it is loaded, KV included; None: what it needs to run
+    keep_alive: Annotated[float | None, _Duration()] = None  #: overrides `service.keep_alive`
+    pinned: bool = False  #: load the model when the service starts and never evict it
+    latency_weight: Annotated[float, Limits(0.001, 1000.0)] = 1.0  #: weight of this model's cold starts
+    first_token_target: Annotated[float | None, TARGET_LIMITS] = (
+        None  #: overrides `service.first_token_target`
+    )
+    pace: Annotated[float | None, PACE_LIMITS] = None  #: overrides `service.pace`
+    max_pause: Annotated[float | None, _PAUSE_LIMITS] = None  #: overrides `service.max_pause`
+    #: device memory reserved wherever the model is loaded, KV cache included; None: what it needs to run
     memory_floor_bytes: Annotated[int | None, Limits(1)] = None
-    #: the most device memory that it takes, KV included; None: no limit
+    #: maximum device memory of the model, KV cache included; None: no limit
     memory_ceiling_bytes: Annotated[int | None, Limits(1)] = None
 
     def __post_init__(self) -> None:
@@ -215,11 +212,10 @@ Section = EngineConfig | StoreConfig | LogConfig | ServiceConfig | ModelConfig
 
 
 def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> HearthConfig:
-    """The configuration in `path` (None: all defaults), under `overrides` such as {"engine.max_seqs": 8}
-    or {"models.NAME.pinned": True}, where the name may hold dots.
+    """Read `path` (None: all defaults) and apply `overrides`, which win.
 
-    Raises:
-        ConfigError: an unreadable file, an unknown section or key, a wrong type, a value out of range.
+    Overrides look like {"engine.max_seqs": 8} or {"models.NAME.pinned": True}; NAME may contain dots.
+    Raises ConfigError.
     """
     raw = _read(path) if path is not None else {}
     for dotted, value in (overrides or {}).items():
@@ -237,17 +233,13 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
 
 
 def setting_keys() -> list[str]:
-    """Return every setting like "service.port", but for those of single models."""
+    """Return the keys of all settings, like "service.port", except those of single models."""
     kinds = _hints_of(HearthConfig)
     return [f"{name}.{key}" for name in kinds if name != "models" for key in _hints_of(kinds[name])]
 
 
 def keys_in(path: Path) -> list[str]:
-    """Return the settings that a file gives, like "service.port" and "models.NAME.pinned".
-
-    Raises:
-        ConfigError: an unreadable file.
-    """
+    """Return the keys that a file sets, like "service.port" and "models.NAME.pinned". Raises ConfigError."""
     raw = _read(path)
     models = raw.pop("models", {})
     tables = {name: table for name, table in models.items() if isinstance(table, dict)}
@@ -257,9 +249,9 @@ def keys_in(path: Path) -> list[str]:
 
 
 def from_text(key: str, text: str) -> object:
-    """Return a value that `load` takes for a setting like "service.port", of a text as shells hold it.
+    """Convert the text of a shell to a value for `load`. Commas separate the items of a list.
 
-    Commas separate the items of a list; whatever is no number where one is due is left for `load` to refuse.
+    Text that should be a number and is not is returned as it is, for `load` to refuse.
     """
     section, _, name = key.partition(".")
     hint = _hints_of(_hints_of(HearthConfig)[section])[name]
@@ -277,16 +269,15 @@ def from_text(key: str, text: str) -> object:
     return text
 
 
-#: How environments spell true and false.
 _BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
     ("false", "no", "off", "0"), False
 )
 
 
 def to_toml(config: HearthConfig, origins: Mapping[str, str] | None = None) -> str:
-    """`config` as a file that `load` reads back; a value of None has no TOML and becomes a comment.
+    """Return `config` as a file that `load` reads back; None, which TOML lacks, becomes a comment.
 
-    `origins` says where settings like "service.port" come from, which is noted behind them.
+    `origins` maps keys like "service.port" to where they come from; each is noted behind its setting.
     """
     sections = {title: (title, section) for title, section in _sections(config).items()}
     tables = {f"models.{name}": (f"models.{_quoted(name)}", model) for name, model in config.models.items()}
@@ -303,7 +294,7 @@ def to_toml(config: HearthConfig, origins: Mapping[str, str] | None = None) -> s
 
 
 def plain(config: HearthConfig) -> dict[str, object]:
-    """Return a configuration as JSON can hold it; infinity, which JSON lacks, is -1, as in `load`."""
+    """Return a configuration for JSON, which lacks infinity: -1 stands for it, as in `load`."""
     models = {name: _plain(model) for name, model in config.models.items()}
     return {title: _plain(section) for title, section in _sections(config).items()} | {"models": models}
 
@@ -322,7 +313,6 @@ def _plain(section: Section) -> dict[str, object]:
 
 
 def _quoted(value: object) -> str:
-    """A text in quotes, a list in brackets: JSON's spelling of both is TOML's too."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -335,7 +325,7 @@ _BYTES_BY_UNIT = {"": 1} | {unit.lower(): num_bytes for unit, num_bytes in UNITS
 
 
 def parse_bytes(size: str | int) -> int:
-    """Bytes of `size`: 512, "512", "512 MB" (10**6 each), "1.5GiB" (2**30 each); the case does not matter."""
+    """Return the bytes of 512, "512", "512 MB" (10**6 each) or "1.5GiB" (2**30 each), in any case."""
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower(), re.ASCII)
@@ -347,23 +337,22 @@ def parse_bytes(size: str | int) -> int:
 SECONDS_BY_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = r"\d+(?:\.\d+)?"
 _PART = rf"({_NUMBER})\s*({'|'.join(SECONDS_BY_UNIT)})\s*"
-#: So long that nobody waits for its end, and numbers that no float can hold are no trouble.
+#: Longer durations are infinite.
 _FOR_EVER_S = 1e12
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of 300, 2.5, "300", "5m", "1h30m", "500ms"; infinite for anything negative: for ever."""
+    """Return the seconds of 300, 2.5, "300", "5m", "1h30m" or "500ms"; negative durations are infinite."""
     seconds = _seconds(value)
     if seconds is None:
         raise ConfigError(
-            f"a duration is seconds, or numbers with {', '.join(SECONDS_BY_UNIT)}, like 300, '5m', '1h30m'; "
-            f"-1 is for ever; given: {value!r:.80}"
+            f"a duration is a number of seconds, or numbers with units ({', '.join(SECONDS_BY_UNIT)}), like "
+            f"300, '5m' or '1h30m'; -1 means forever; given: {value!r:.80}"
         )
     return seconds
 
 
 def _seconds(value: object) -> float | None:
-    """Return the seconds of a duration; None: the value is no duration."""
     if isinstance(value, str):
         text = value.strip().lower()
         size = text.removeprefix("-")
@@ -387,9 +376,7 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
         raise ConfigError(f"`{path}` is not valid TOML: {error}") from error
     for name, value in raw.items():
         if not isinstance(value, dict):
-            raise ConfigError(
-                f"`{name}` stands outside any section in `{path}`; put it under one, like [engine]"
-            )
+            raise ConfigError(f"`{name}` is outside any section in `{path}`; move it into one, like [engine]")
     return raw
 
 
@@ -403,8 +390,7 @@ def _refuse_unknown(given: Iterable[str], valid: Iterable[str], what: str) -> No
 
 
 def _hints_of(kind: type, *, include_extras: bool = False) -> dict[str, Any]:
-    """Return the types of a section's fields. Kept, because every section that is made asks for them."""
-    return _cached_hints_of(kind, include_extras)
+    return _cached_hints_of(kind, include_extras)  # mypy takes no type variable for hashable
 
 
 @cache
@@ -413,7 +399,7 @@ def _cached_hints_of(kind: type, include_extras: bool) -> dict[str, Any]:
 
 
 def _section(kind: type[T], name: str, values: Mapping[str, object]) -> T:
-    """Checked here already, because only here the section's full name is known for messages."""
+    # `__post_init__` checks too, but does not know the full names of keys for its messages.
     hints = _hints_of(kind, include_extras=True)
     _refuse_unknown([f"{name}.{key}" for key in values], [f"{name}.{key}" for key in hints], "key")
     checked = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in values.items()}
@@ -425,7 +411,7 @@ def _model(name: str, table: object) -> ModelConfig:
     for key, value in values.items():
         if isinstance(value, dict):  # [models.qwen2.5] is table `5` of table `qwen2`
             raise ConfigError(
-                f"[models.{name}.{key}] is read as a table in a table; a name with dots needs quotes: "
+                f"[models.{name}.{key}] is a nested table; a name with dots needs quotes: "
                 f'[models."{name}.{key}"]'
             )
     return _section(ModelConfig, f"models.{name}", values)
@@ -434,25 +420,25 @@ def _model(name: str, table: object) -> ModelConfig:
 def _table(name: str, value: object) -> dict[str, object]:
     if not name or not isinstance(value, dict):
         raise ConfigError(
-            f"`models` holds a table per model, like [models.NAME] or --set models.NAME.pinned=true; "
+            f"`models` needs one table per model, like [models.NAME] or --set models.NAME.pinned=true; "
             f"given: {name!r} with {value!r:.80}"
         )
     return value
 
 
 def _check_section(section: object, name: str) -> None:
-    """Replaces every field of `section` by its checked value; called once, while `section` is being made."""
+    """Replace every field of a section that is being constructed by its checked value."""
     for key, hint in _hints_of(type(section), include_extras=True).items():
         object.__setattr__(section, key, _checked(f"{name}.{key}", hint, getattr(section, key)))
 
 
 def _checked(key: str, hint: object, value: object) -> object:
-    """`value` as `hint` wants it: a size becomes an int, an int becomes a float where a float is due."""
+    """Return a value of the type of `hint`: sizes become ints, ints become floats. Raises ConfigError."""
     note = None
     if get_origin(hint) is Annotated:
         hint, note = get_args(hint)
     choices = get_args(hint)  # of a Literal: values; of a union: types
-    if isinstance(note, _Spoken):
+    if isinstance(note, _Duration):
         return None if value is None and NoneType in choices else _duration(key, value, note.low_s)
     if get_origin(hint) is tuple:
         return _texts(key, value)
@@ -469,15 +455,15 @@ def _checked(key: str, hint: object, value: object) -> object:
         names = " or ".join(t.__name__ for t in types if isinstance(t, type) and t is not NoneType)
         raise ConfigError(f"`{key}` must be of type {names}, given: {value!r} of type {type(value).__name__}")
     if value == "":
-        raise ConfigError(f"`{key}` must not be empty; give it a value, or leave it out")
+        raise ConfigError(f"`{key}` must not be empty; set a value or remove the key")
     if isinstance(note, Limits) and isinstance(value, int | float) and not note.low <= value <= note.high:
-        limits = note.spelled(_spelled_bytes if key.endswith("_bytes") else "{:g}".format)
+        limits = note.text(_bytes_text if key.endswith("_bytes") else "{:g}".format)
         raise ConfigError(f"`{key}` must be {limits}, given: {value}")
     return value
 
 
-def _spelled_bytes(num_bytes: float) -> str:
-    """Spell bytes in the largest unit of which they are a multiple: 16MiB, 1B."""
+def _bytes_text(num_bytes: float) -> str:
+    """Format bytes in the largest unit that divides them: 16MiB, 1B."""
     units = {unit: size for unit, size in UNITS.items() if size <= num_bytes and not num_bytes % size}
     unit = max(units, key=units.__getitem__, default="B")
     return f"{num_bytes / UNITS[unit]:.0f}{unit}"
@@ -496,7 +482,7 @@ def _duration(key: str, value: object, low_s: float) -> float:
     except ConfigError as error:
         raise ConfigError(f"`{key}`: {error}") from None
     if seconds < low_s:
-        raise ConfigError(f"`{key}` must be at least {low_s:g} s, given: {value!r}; -1 is for ever")
+        raise ConfigError(f"`{key}` must be at least {low_s:g} s, given: {value!r}; -1 means forever")
     return seconds
 
 
@@ -504,7 +490,7 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 def _origin(text: str) -> str:
-    """Return an origin as browsers spell it."""
+    """Return an origin in the form that browsers send."""
     if text == "*":
         return text
     origin = text.lower().removesuffix("/")
@@ -519,5 +505,5 @@ def _origin(text: str) -> str:
 
 def _texts(key: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
-        raise ConfigError(f'`{key}` must be a list of texts, like ["a", "b"], given: {value!r:.80}')
+        raise ConfigError(f'`{key}` must be a list of strings, like ["a", "b"], given: {value!r:.80}')
     return tuple(value)

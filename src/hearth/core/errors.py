@@ -1,55 +1,55 @@
-"""Every exception that Hearth raises on purpose. No formatting.
+"""The exceptions of Hearth.
 
     HearthError
     ├── ConfigError           a configuration file or flag is wrong
     ├── DataDirError          the data directory cannot be used: newer, locked, unreadable
-    ├── DeviceError           the device, its memory or a dtype on it cannot be had
-    │   └── OutOfDeviceMemory the device has no more of it now
+    ├── DeviceError           the device, or its memory or a dtype on it, is not available
+    │   └── OutOfDeviceMemory the device has no free memory now
     ├── EngineFailed          the engine broke or was closed while the request was live
     ├── LogitsNotFinite       the model computed NaN or infinity where a token was to be sampled
     ├── ModelError            a model directory cannot be served
-    │   ├── UnsupportedModel  the decoder has no way to represent it
+    │   ├── UnsupportedModel  its architecture is not supported
     │   ├── BadCheckpoint     its weights are missing, misshapen or unreadable
-    │   │   └── SourceMissing nothing lies where it is to be deployed from
+    │   │   └── SourceMissing nothing exists where it is to be deployed from
     │   └── BadTokenizer      its tokenizer or chat template is missing or broken
     ├── RequestError          one request is wrong; others are not affected
     │   ├── BadPrompt         empty, or a token outside the vocabulary
     │   ├── PromptTooLong     does not fit the context or the KV memory
     │   ├── BadSampling       a sampling value out of range or in contradiction
-    │   ├── BadGuide          a schema or grammar that no output can be held to
-    │   ├── GuideStuck        a schema or grammar that cannot be followed to the end of an output
-    │   ├── UnknownModel      no model is deployed under that name
-    │   ├── UnknownRequest    nothing is known of that request, or no longer
-    │   ├── UnknownResponse   no response is stored under that id, or no longer
-    │   ├── NameTaken         a model is deployed under that name, or it is busy
-    │   ├── HasAdapters       adapters of the model would be left without it
+    │   ├── BadGuide          a schema or grammar that cannot be enforced
+    │   ├── GuideStuck        a schema or grammar that no continuation of the output satisfies
+    │   ├── UnknownModel      no model has that name
+    │   ├── UnknownRequest    no request has that id, or it was forgotten
+    │   ├── UnknownResponse   no response has that id, or it has expired
+    │   ├── NameTaken         the name is in use, or is being deployed
+    │   ├── HasAdapters       adapters depend on the model
     │   ├── Unauthorized      the API key is missing or wrong
-    │   ├── Forbidden         the API key is right, but not for this
-    │   └── RateLimited       the API key has had what it may have for now; try again after `retry_s`
+    │   ├── Forbidden         the API key lacks the permission
+    │   └── RateLimited       the API key is over its limit; retry after `retry_s`
     ├── ServiceError          the service cannot take or finish the request now
-    │   ├── Overloaded        the queue is full; try again after `retry_s`
-    │   ├── NoCapacity        the model can never fit the memory of any worker
+    │   ├── Overloaded        the queue is full; retry after `retry_s`
+    │   ├── NoCapacity        the model is larger than the memory of any worker
     │   ├── ShuttingDown      the service takes no new requests
-    │   ├── WorkersLost       the request ended because workers kept dying under it
-    │   ├── NoWorkers         no worker comes up, for the reason that the last one gave
-    │   └── Unreached         no service runs on the data directory, or answers at the URL
-    ├── SnapshotError         a snapshot cannot be written or used: an ordinary start stands in for it
-    │   ├── GraphUnreadable   a CUDA graph cannot be kept in a snapshot, or is damaged there
+    │   ├── WorkersLost       workers kept dying while they ran the request
+    │   ├── NoWorkers         no worker starts; the message has the last one's reason
+    │   └── Unreached         no service runs on the data directory or at the URL
+    ├── SnapshotError         a snapshot cannot be written or used; the model starts without it
+    │   ├── GraphUnreadable   a CUDA graph cannot be stored in a snapshot, or is damaged there
     │   ├── KernelsMissing    a snapshot's graph runs kernels that this process does not have
-    │   ├── SnapshotTruncated the file has fewer or more bytes than were written
-    │   ├── SnapshotCorrupt   its bytes are not those that were written
-    │   ├── SnapshotFatal     a process died while it tried what the snapshot holds
+    │   ├── SnapshotTruncated the file has another size than was written
+    │   ├── SnapshotCorrupt   its checksum does not match
+    │   ├── SnapshotFatal     a process died while it restored the snapshot
     │   ├── SnapshotForeign   it was made for another model, machine, software or format
     │   └── SnapshotUnauthenticated  it was not written by this installation
-    └── StoreError            a rung of the store cannot deliver or take what it should
-        ├── KeeperGone        the process that lends host memory is not there
-        ├── ModelNotOpen      it is there, and was started anew or told to forget the model
-        ├── ChunkCorrupt      bytes were read, but they are not those that were stored
+    └── StoreError            a tier of the store cannot read or write
+        ├── KeeperGone        the process that leases host memory has ended
+        ├── ModelNotOpen      the keeper was restarted, or told to forget the model
+        ├── ChunkCorrupt      the checksum of a chunk does not match
         ├── ChunkMissing      a file or object ends early, is gone, or cannot be read
-        ├── Unreachable       object storage gave no usable answer, retries included
-        ├── UpstreamChanged   a URL holds another version, and what is deployed is not all here
+        ├── Unreachable       object storage failed, retries included
+        ├── UpstreamChanged   a URL holds another version than the one deployed, which is not all cached
         ├── StoreFull         a quota or the disk has no room for what must be written
-        └── LoadCancelled     whoever asked for the load has called it off
+        └── LoadCancelled     the load was cancelled
 
 A message states what is wrong, the limit, the value given and what to do.
 """
@@ -60,11 +60,11 @@ from collections.abc import Callable
 
 
 class HearthError(Exception):
-    """The root of all errors. `http_status` and `label` are what the API and the metrics show."""
+    """`http_status` and `label` appear in the API and in metrics."""
 
     http_status = 500
     label = "internal"
-    #: In how many seconds it is worth trying again; None: nobody knows, or never.
+    #: seconds until a retry makes sense; None: unknown, or never
     retry_s: float | None = None
 
 
@@ -165,12 +165,10 @@ class Forbidden(RequestError):
 
 
 class RateLimited(RequestError):
-    """The API key has had what it may have for now; try again after `retry_s`. None: that would not help."""
-
     http_status, label = 429, "rate_limit_exceeded"
 
     def __init__(self, message: str, what: str, retry_s: float | None) -> None:
-        """`what` there is a limit of: requests or tokens."""
+        """`what` is limited: requests or tokens; `retry_s` None: a retry would not help."""
         super().__init__(message)
         self.what, self.retry_s = what, retry_s
 
@@ -180,8 +178,6 @@ class ServiceError(HearthError):
 
 
 class Overloaded(ServiceError):
-    """The queue is full; try again after `retry_s`."""
-
     http_status, label = 429, "overloaded"
 
     def __init__(self, message: str, retry_s: float) -> None:
@@ -278,7 +274,7 @@ class LoadCancelled(StoreError):
 
 
 def error_of(label: str, message: str) -> HearthError:
-    """Return the error that another process met, made again from its label and message."""
+    """Return the error that another process sent by its label and message."""
     return _by_label().get(label, HearthError)(message)
 
 

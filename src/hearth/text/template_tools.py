@@ -1,7 +1,6 @@
-"""Says in words what a chat template cannot write: tools, calls of them and their results. Renders nothing.
+"""Rewrites tools, calls and results as plain text for chat templates that do not support them.
 
-A template that knows nothing of tools would leave them out in silence, or refuse a message of role `tool`. So
-that becomes text of messages which it knows, and calls are JSON objects, `ToolFormat.JSON`.
+Such a template would drop them silently, or refuse a message of role `tool`. Calls become `ToolFormat.JSON`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ To call one, answer with nothing but a JSON object: {{"name": <its name>, "argum
 
 @dataclass(frozen=True, slots=True)
 class TemplateTools:
-    """The parts of tool use that a chat template writes itself, as the words in its source tell."""
+    """The parts of tool use that a chat template supports, judged by its source."""
 
     has_tools: bool
     has_calls: bool
@@ -34,15 +33,14 @@ class TemplateTools:
     @classmethod
     def of(cls, source: str) -> TemplateTools:
         has_calls = "tool_calls" in source
-        # A template that knows calls, and writes whatever role a message has, means that of results, too.
+        # A template that supports calls and writes any role supports results, too.
         has_results = has_calls or _TOOL_ROLE.search(source) is not None
         return cls(_TOOLS.search(source) is not None, has_calls, has_results)
 
     def in_words(self, messages: Sequence[Message], tools: Sequence[Json] | None) -> Sequence[Message]:
-        """Return a conversation in which all that the template does not write is text.
+        """Return the messages with all unsupported parts as text.
 
-        Raises:
-            LookupError, TypeError, ValueError, RecursionError: a tool or a call is not as the API has it.
+        Raises LookupError, TypeError, ValueError or RecursionError for malformed tools or calls.
         """
         if not (self.has_calls and self.has_results):
             messages = self._without_calls(messages)
@@ -67,7 +65,7 @@ class TemplateTools:
                 name = names.get(message.get("tool_call_id"), message.get("name"))
                 heading = "Result:" if name is None else f"Result of {name}:"
                 message = {"role": "user", "content": f"{heading}\n{_text(message)}"}
-            # Many templates want users and assistants to take turns.
+            # Many templates require that user and assistant alternate.
             follows_user = bool(runs) and runs[-1][-1].get("role") == message.get("role") == "user"
             if follows_user and (is_result or follows_result):
                 runs[-1].append(message)
@@ -82,7 +80,7 @@ def _merged(run: Sequence[Message]) -> Message:
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[Json]) -> list[Message]:
-    """Return the messages with the tools in the first one: not all templates know a role `system`."""
+    """Put the tools into the first message: not all templates support a system message."""
     listed = _FUNCTIONS.format(functions="\n".join(_json(_function(tool)) for tool in tools))
     first = messages[0]
     if first.get("role") not in ("system", "user"):
@@ -92,7 +90,7 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Json]) -> list[Mess
 
 
 def _with_calls(message: Message, calls: Sequence[Json]) -> Message:
-    """Return a message of the assistant with its calls in its text."""
+    """Put the calls of an assistant message into its text."""
     texts = [text] if (text := _text(message)) else []
     for function in map(_function, calls):
         arguments = function["arguments"]
@@ -107,7 +105,7 @@ def _function(part: Json) -> Mapping[str, Json]:
     """Return the function of a tool or of a call."""
     function = part.get("function") if isinstance(part, Mapping) else None
     if not isinstance(function, Mapping):
-        raise TypeError(f"it has no `function`: {part!r:.80}")
+        raise TypeError(f"no `function` in: {part!r:.80}")
     return function
 
 

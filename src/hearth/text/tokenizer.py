@@ -1,7 +1,4 @@
-"""A model's tokenizer, read from its directory: text to tokens, tokens to text, messages to a prompt.
-
-Does not stream (`detokenizer.py`) and never truncates, pads or logs.
-"""
+"""A model's tokenizer: text to tokens, tokens to text, messages to a prompt. Never truncates or pads."""
 
 from __future__ import annotations
 
@@ -27,25 +24,25 @@ REPLACEMENT = "\ufffd"  #: what decoders put for bytes that are not UTF-8, or no
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Vocabulary:
-    """The part of a tokenizer that models share whose files say the same: many are tuned from one model."""
+    """The part of a tokenizer that models with equal files share: many are fine-tuned from one base."""
 
     backend: Backend
     special_ids: frozenset[int]
     spelled: SpelledTokens | None
 
 
-#: Those in use, by a digest of what they were read from. Two threads may read the same one; either does.
+#: By the digest of their files. Two threads may read the same one; either copy will do.
 _vocabularies: WeakValueDictionary[bytes, Vocabulary] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A tokenizer with its chat template; all requests of a model share it."""
+    """A tokenizer with its chat template, shared by all requests of a model."""
 
-    _vocabulary: Vocabulary = field(repr=False)  #: keeps it for the next model that says the same
+    _vocabulary: Vocabulary = field(repr=False)  #: keeps it alive for other models
     _backend: Backend = field(repr=False)
     _chat_template: ChatTemplate | None
-    eos_ids: frozenset[int]  #: every id that some file names as the end of an output
+    eos_ids: frozenset[int]  #: of all files of the model
     bos_id: int | None
     special_ids: frozenset[int]  #: what `decode` skips
     #: None: the text of a token depends on its neighbours
@@ -69,22 +66,24 @@ class Tokenizer:
         )
 
     def try_out(self) -> None:
-        """Refuse a tokenizer that panics at the first text, or has ids of which no table can be made.
+        """Raise `BadTokenizer` if the tokenizer panics, its ids are too large or a template does not compile.
 
-        Takes a second for a large vocabulary, so it is for those who deploy. Raises `BadTokenizer`.
+        Takes a second for a large vocabulary, so only a deployment checks this.
         """
         with _sound("tokenizer.json is of no use"):
-            with suppress(Exception):  # a word that is not in the vocabulary: a request that has it is told
+            with suppress(Exception):  # an unknown word fails the requests that contain it
                 self._backend.decode(self._backend.encode("Hello").ids)
             largest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=0)
         if largest > MAX_TOKEN_ID:
             raise BadTokenizer(
                 f"tokenizer.json has a token id that is too large, limit: {MAX_TOKEN_ID}, given: {largest}"
             )
+        if self._chat_template is not None:
+            self._chat_template.check()
 
     @property
     def vocab_size(self) -> int:
-        """The size of the vocabulary with added tokens; the model's own may be padded to a larger one."""
+        """Includes added tokens; the model's own vocabulary may be padded."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -101,9 +100,8 @@ class Tokenizer:
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             except TypeError as error:
                 raise BadPrompt(
-                    "a prompt must be text that UTF-8 can hold, given: "
-                    f"{type(text).__name__} with {ascii(text)[:80]}; "
-                    "send whole characters, no lone surrogates"
+                    f"a prompt must be valid Unicode, given: {type(text).__name__} with {ascii(text)[:80]}; "
+                    "send no lone surrogates"
                 ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -111,11 +109,11 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
-        """Return a token's name in the vocabulary, which is not its text; None outside the vocabulary."""
+        """Return a token's vocabulary entry, which is not its text; None outside the vocabulary."""
         return self._backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what a token adds to a text that has begun; nothing outside the vocabulary."""
+        """Return the bytes that a token adds in the middle of a text; empty outside the vocabulary."""
         name = self.token(token_id)
         if name is None:
             return b""
@@ -126,7 +124,7 @@ class Tokenizer:
             return byte
         if token_id in self.special_ids:
             return alone.encode()
-        # Behind itself, because the first token of a text may lose its space.
+        # After itself, because the first token of a text may lose its space.
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :].encode()
 
     def chat_text(
@@ -139,14 +137,14 @@ class Tokenizer:
         limit_s: float = RENDER_S,
         **extra: Json,
     ) -> str:
-        """Return a prompt as the template writes it; `extra` reaches the template, also `documents`.
+        """Render a prompt; `extra` are further variables of the template, such as `documents`.
 
-        Tools, calls and results that the template does not know are text of messages.
+        Tools, calls and results that the template does not support become text.
         """
         if self._chat_template is None:
             raise BadPrompt(
-                "this model has no chat template, so it takes no messages; "
-                "send a plain prompt, or add a `chat_template.jinja` to the model's directory"
+                "this model has no chat template; send a plain prompt, or add a `chat_template.jinja` to the "
+                "model's directory"
             )
         return self._chat_template.render(
             self._chat_template.in_words(messages, tools),
@@ -167,7 +165,7 @@ class Tokenizer:
         limit_s: float = RENDER_S,
         **extra: Json,
     ) -> list[int]:
-        """Return `chat_text` in tokens; the template has written the special ones, so none are added."""
+        """Return the tokens of `chat_text`; special tokens are those that the template writes."""
         text = self.chat_text(
             messages,
             tools,
@@ -179,12 +177,12 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
 
-#: The files that models came with before tokenizer.json.
+#: Older files of tokenizers.
 _OLD_FILES = {"merges.txt", "spiece.model", "tekken.json", "vocab.json", "vocab.txt"}
 
 
 def _read_vocabulary(directory: Path, settings: Settings) -> Vocabulary:
-    """Return the vocabulary of a model: one in use that says the same, or a new one."""
+    """Return a shared vocabulary of equal files, or a new one."""
     content = _read_tokenizer(directory)
     said = repr((sorted(settings.special_tokens.items()), settings.listed_tokens))
     key = hashlib.blake2b(f"{said}\n{content}".encode(), digest_size=32).digest()
@@ -217,7 +215,7 @@ def _read_tokenizer(directory: Path) -> str:
 
 @contextmanager
 def _sound(what: str) -> Iterator[None]:
-    """Raise BadTokenizer for whatever the tokenizers package raises: plain Exceptions, and panics of Rust."""
+    """Raise BadTokenizer for exceptions of the tokenizers package and panics of Rust."""
     try:
         yield
     except HearthError:
@@ -229,7 +227,7 @@ def _sound(what: str) -> Iterator[None]:
 
 
 def _add_listed_tokens(backend: Backend, settings: Settings, directory: Path) -> None:
-    """Bring in the tokens that only tokenizer_config.json knows, or knows to be special."""
+    """Add tokens that only tokenizer_config.json lists, or lists as special."""
     known = backend.get_added_tokens_decoder()
     new = [t for t in settings.listed_tokens if not _is_known(t, known.get(t.token_id))]
     backend.add_tokens(
@@ -254,12 +252,12 @@ def _add_listed_tokens(backend: Backend, settings: Settings, directory: Path) ->
 
 
 def _is_known(listed: ListedToken, known: AddedToken | None) -> bool:
-    """True if tokenizer.json has the token as it is listed; what it calls special stays so."""
+    """True if tokenizer.json has the token as listed; tokens that are special there stay special."""
     return known is not None and known.content == listed.content and known.special >= listed.special
 
 
 def _mark_special_tokens(backend: Backend, settings: Settings) -> None:
-    """Make plain entries of the vocabulary that have a role (`eos_token`, ...) special. Adds nothing new."""
+    """Mark vocabulary entries with a role (`eos_token`, ...) as special. Adds no entries."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     plain = [content for content in sorted(set(settings.special_tokens.values())) if content not in added]
     backend.add_special_tokens([content for content in plain if backend.token_to_id(content) is not None])

@@ -1,13 +1,13 @@
-"""Tool calls as models write them: which format a template speaks, calls out of a stream, calls by grammar.
+"""Tool calls as models write them: formats, a streaming parser and grammars.
 
-Does not know the API's objects and calls no tool. Three formats are known, others pass through as text:
+Three formats are known; others pass through as text:
 
     Hermes, Qwen   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number, text around them
     Llama 3        {"name": ..., "parameters": {...}} from the first character on, `;` between several
     JSON           {"name": ..., "arguments": {...}} from the first character on, a line for each
 
-The last one is what models are asked for whose template says nothing of tools (`template_tools.py`), and what
-those are held to whose own format is not known, where a request demands a call.
+JSON is for models whose template does not support tools (`template_tools.py`), and for unknown formats if a
+request requires a call.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from hearth.text.template_tools import TemplateTools
 
 
 class ToolFormat(StrEnum):
-    """The ways in which models write calls."""
-
     HERMES = "hermes"
     LLAMA3 = "llama3"
     JSON = "json"
@@ -35,16 +33,12 @@ class ToolFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as a model wrote it."""
-
     name: str
     arguments: str  #: a JSON object
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that may be called."""
-
     name: str
     parameters: Mapping[str, Json] | None  #: a JSON schema
 
@@ -55,32 +49,32 @@ _PYTHON_TAG = "<|python_tag|>"
 
 @dataclass(frozen=True, slots=True)
 class _BareStep:
-    """One step of the beginning of a bare call."""
-
-    words: tuple[str, ...]  #: one of them stands here
+    words: tuple[str, ...]  #: alternatives
     is_optional: bool = False
 
 
-#: What a bare call begins with, white space before each: here it shows whether a text is one.
+#: The beginning of a bare call, with white space before each step.
 _BARE_BEGIN = (
-    *(_BareStep((";",), is_optional=True), _BareStep((_PYTHON_TAG,), is_optional=True)),
-    *(_BareStep(("{",)), _BareStep(('"name"', '"type"'))),
+    _BareStep((";",), is_optional=True),
+    _BareStep((_PYTHON_TAG,), is_optional=True),
+    _BareStep(("{",)),
+    _BareStep(('"name"', '"type"')),
 )
 _SPACE = re.compile(r"\s*")
-#: What matters in a string of JSON, a backslash with the character that it escapes.
+#: Marks inside a JSON string; a backslash includes the escaped character.
 _STRING_MARK = re.compile(r'"|\\.?', re.DOTALL)
-#: What matters outside of strings.
+#: Marks outside strings.
 _TAGGED_MARK, _BARE_MARK, _CLOSE_MARK = re.compile(f'"|{CLOSE}'), re.compile('["{}]'), re.compile(CLOSE)
 
 
 def tool_format(template_text: str | None) -> ToolFormat | None:
-    """Return the format of calls that a model is told to write; None: its template tells another one."""
+    """Return the format of calls that a template asks for; None: unknown."""
     match template_text:
         case None:
             return None
         case text if not TemplateTools.of(text).has_tools:
             return ToolFormat.JSON
-        # The second mark is that of calls in XML, which use the same tags.
+        # `<function=` marks calls in XML, which use the same tags.
         case text if OPEN in text and "<function=" not in text:
             return ToolFormat.HERMES
         case text if _PYTHON_TAG in text or '{"name": function name, "parameters"' in text:
@@ -92,20 +86,15 @@ def tool_format(template_text: str | None) -> ToolFormat | None:
 def call_grammar(
     format: ToolFormat, tools: Sequence[Tool], *, may_repeat: bool, tags_are_tokens: bool
 ) -> str:
-    """Return a grammar, in llguidance's dialect of Lark, of nothing but calls of these tools.
+    """Return a grammar, in llguidance's dialect of Lark, of calls of these tools. Raises BadGuide.
 
-    `tags_are_tokens`: the vocabulary has one for `<tool_call>`; then a grammar must name it as a token.
-
-    Raises:
-        BadGuide: the parameters of a tool are nested too deep.
+    `tags_are_tokens`: `<tool_call>` is one token, which the grammar must name as a token.
     """
     key = "parameters" if format is ToolFormat.LLAMA3 else "arguments"
     try:
         calls = " | ".join(_call_rule(tool, key) for tool in tools)
     except RecursionError:
-        raise BadGuide(
-            "the `parameters` of a tool are nested too deep to guide a call; flatten them"
-        ) from None
+        raise BadGuide("the `parameters` of a tool are nested too deeply; flatten them") from None
     call = f"call: {calls}\n"
     if format is not ToolFormat.HERMES:
         several = ' ("\\n" call)*' if may_repeat and format is ToolFormat.JSON else ""
@@ -120,10 +109,10 @@ _SPACING: Mapping[str, Json] = {"whitespace_flexible": False, "key_separator": "
 
 
 def _call_rule(tool: Tool, key: str) -> str:
-    """Return a rule of the calls of one tool. Its schema is a document of its own, as references need it."""
+    """Return the rule of one tool. Its schema stays a document of its own, for its references."""
     parameters = tool.parameters or {"type": "object", "properties": {}}
     text = json.dumps(parameters)
-    # What `allOf` puts together stays open, since each part would forbid the properties of the others.
+    # Parts of `allOf` stay open: each would forbid the properties of the others.
     schema = parameters if "allOf" in text else _closed(parameters)
     assert isinstance(schema, Mapping), f"parameters of `{tool.name}`: {schema!r:.80}"
     given = parameters.get("x-guidance")
@@ -139,10 +128,7 @@ _SCHEMAS_BY_NAME = frozenset(["properties", "patternProperties", "dependentSchem
 
 
 def _closed(node: Json) -> Json:
-    """Return a schema whose objects have only the properties that are named, unless they say otherwise.
-
-    Otherwise a small model invents more and more properties.
-    """
+    """Forbid unnamed properties unless the schema allows them: small models would invent more and more."""
     if isinstance(node, list):
         return [_closed(item) for item in node]
     if not isinstance(node, Mapping):
@@ -160,11 +146,19 @@ def _closed(node: Json) -> Json:
     return result
 
 
-#: Keywords by which an object has, or may have, more properties than those that are named.
+#: Keywords that may allow unnamed properties.
 _OPENING = frozenset(
     [
-        *("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"),
-        *("anyOf", "oneOf", "if", "$ref", "dependentSchemas", "minProperties"),
+        "$ref",
+        "additionalProperties",
+        "anyOf",
+        "dependentSchemas",
+        "if",
+        "minProperties",
+        "oneOf",
+        "patternProperties",
+        "propertyNames",
+        "unevaluatedProperties",
     ]
 )
 
@@ -177,25 +171,25 @@ def _is_silent_object(node: Mapping[str, Json]) -> bool:
 
 
 class ToolParser:
-    """Takes an answer apart as it comes: text, and calls of known tools. Mutable; one per answer.
+    """Splits a streamed answer into text and calls of known tools. Mutable; one per answer.
 
-    What may be the beginning of a call is held back; what turns out to be none comes out as text. The outcome
-    does not depend on how the text was cut into pieces, and no piece makes those before it be read again.
+    The possible beginning of a call is held back until it is a call, or text. The result does not depend on
+    how the text is split into pieces, and no text is read twice.
     """
 
     def __init__(self, format: ToolFormat, names: AbstractSet[str], max_calls: int | None = None) -> None:
-        """Look for calls of the tools `names`; those beyond `max_calls` are left out."""
+        """Find calls of the tools `names`; calls beyond `max_calls` are dropped."""
         self._is_tagged = format is ToolFormat.HERMES
         self._names = names
         self._max_calls = max_calls
         self._num_calls = 0
-        #: The end of the text so far, in pieces: white space, then perhaps the beginning of a call.
+        #: the end of the text so far: white space, then perhaps the beginning of a call
         self._held: list[str] = []
-        self._unread = ""  #: what comes after it and cannot be told yet: part of a tag or key, or a backslash
-        self._end: _CallEnd | None = None  #: of the call whose beginning is held; None: none is held
+        self._unread = ""  #: after it: part of a tag or key, or a backslash
+        self._end: _CallEnd | None = None  #: of the held call, if any
         self._marks = _TAGGED_MARK if self._is_tagged else _BARE_MARK
         self._bare_step = 1  #: the next of `_BARE_BEGIN`; a separator comes only after a call
-        self._is_text = False  #: no bare call can follow any more
+        self._is_text = False  #: no bare call can follow
 
     @property
     def has_calls(self) -> bool:
@@ -215,10 +209,10 @@ class ToolParser:
         return parts
 
     def flush(self) -> list[str | ToolCall]:
-        """Return what was held back, at the end of the answer."""
+        """Return the held text at the end of the answer."""
         parts: list[str | ToolCall] = []
         while self._is_tagged and self._end is not None:
-            # If there is an end, a string that never ended hides it: from here on, no string hides one.
+            # An unterminated string may hide the closing tag: ignore strings from here on.
             self._marks = _CLOSE_MARK
             held = self._take_held()
             close = held.find(CLOSE)
@@ -231,7 +225,7 @@ class ToolParser:
         return parts
 
     def _read_to_tag(self, text: str, at: int, parts: list[str | ToolCall]) -> int:
-        """Read on behind the next tag that opens a call. Returns, as the next two do, how far that is."""
+        """Read up to and including the next opening tag. Returns the new position, as the next two do."""
         start = text.find(OPEN, at)
         end = start if start >= 0 else len(text) - _overlap(text, OPEN)
         if shown := text[at:end].rstrip():
@@ -245,11 +239,11 @@ class ToolParser:
         return start + len(OPEN)
 
     def _read_bare_begin(self, text: str, at: int, parts: list[str | ToolCall]) -> int:
-        """Read one more step of the beginning of a bare call, or all as text where that is none."""
+        """Read one step of the beginning of a bare call, or everything as text."""
         if self._is_text:
             parts.append(text[at:])
             return len(text)
-        start = _SPACE.match(text, at).end()  # type: ignore[union-attr] # it matches no space, too
+        start = _SPACE.match(text, at).end()  # type: ignore[union-attr] # it matches the empty string, too
         self._held.append(text[at:start])
         step = _BARE_BEGIN[self._bare_step]
         word = next((word for word in step.words if text.startswith(word, start)), "")
@@ -267,7 +261,7 @@ class ToolParser:
         return start + len(word)
 
     def _read_call(self, end: _CallEnd, text: str, at: int, parts: list[str | ToolCall]) -> int:
-        """Read on to the end of the call whose beginning is held."""
+        """Read up to the end of the held call."""
         num_read = end.read(text, at)
         self._held.append(text[at:num_read])
         if end.is_reached:
@@ -277,7 +271,7 @@ class ToolParser:
         return len(text)
 
     def _add_call(self, written: str, parts: list[str | ToolCall]) -> None:
-        """Add the call that was `written`, with what led to it; where that is no call, it is text."""
+        """Add `written` as a call, or as text if it is not one."""
         self._end, self._bare_step = None, 0
         if self._is_tagged:
             inside = written[written.index(OPEN) + len(OPEN) :].removesuffix(CLOSE)
@@ -300,33 +294,30 @@ class ToolParser:
         if not isinstance(written, dict):
             return None
         name, arguments = written.get("name"), written.get("arguments", written.get("parameters", {}))
-        if isinstance(arguments, str):  # some models write the object as text, as the API has it
+        if isinstance(arguments, str):  # some models write the object as text, as in the API
             arguments = _decoded(arguments)
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             return None
         try:
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             text.encode()
-        except (ValueError, RecursionError):  # NaN, which JSON has not, or half a character: no text holds it
+        except (ValueError, RecursionError):  # NaN, or lone surrogates
             return None
         return ToolCall(name, text)
 
 
 class _CallEnd:
-    """Finds the end of a call, of which the first brace or tag was read. Mutable.
-
-    The end is the tag that closes the call or, without one, its last brace; none counts in a string of JSON.
-    """
+    """Finds the end of a call after its first brace or tag: the closing tag, or the last brace. Mutable."""
 
     def __init__(self, marks: re.Pattern[str], close: str = "") -> None:
-        """Look for `marks` outside strings; `close` is the one that is a tag."""
+        """`marks`: to find outside strings; `close`: the closing tag."""
         self._marks, self._close = marks, close
         self._is_in_string = False
         self._num_open = 1  #: braces that have not been closed
         self.is_reached = False
 
     def read(self, text: str, at: int) -> int:
-        """Return where the call ends or, until then, how far the text can be read without what follows."""
+        """Return where the call ends, or how far the text can be read without its continuation."""
         while not self.is_reached:
             mark = (_STRING_MARK if self._is_in_string else self._marks).search(text, at)
             if mark is None:
@@ -336,7 +327,7 @@ class _CallEnd:
                 case '"':
                     self._is_in_string = not self._is_in_string
                 case "\\":
-                    return mark.start()  # the character that it escapes is still to come
+                    return mark.start()  # the escaped character is not here yet
                 case "{":
                     self._num_open += 1
                 case "}":
@@ -356,6 +347,6 @@ def _decoded(text: str) -> Json:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Return the length of the longest end of `text` with which `tag` begins, short of all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
     longest = min(len(text), len(tag) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(tag[:size])), 0)

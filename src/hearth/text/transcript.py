@@ -1,4 +1,4 @@
-"""The transcript of one answer as its tokens arrive: characters whole, stop strings cut. Knows no engine."""
+"""The text of one answer as its tokens arrive: complete characters, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class TextDelta:
 
     text: str
     finish_reason: FinishReason | None
-    offset: int  #: where the token's own text begins in the answer; `text` may lag behind
+    offset: int  #: of the token's own text in the answer; `text` may lag behind
     stop: str | None = None  #: the stop string that ended it
 
 
 class Transcript:
-    """The text of one answer. Mutable; owned by the thread that reads it. A finish reason ends it."""
+    """Mutable; owned by one thread. A finish reason ends it."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int]) -> None:
-        """Read the answer to `prompt`: the text that its tokens add to that of the prompt."""
+        """The text is what the answer adds to the text of `prompt`."""
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt)
         self.has_stop_strings = bool(params.stop_strings)
         self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._keeps_stop_token = params.include_stop_str_in_output
         self._num_tokens = 0
-        self._num_chars = 0  #: of the text so far, that which is held back included
+        self._num_chars = 0  #: including held text
 
     def push(self, token: int, finish_reason: FinishReason | None) -> TextDelta:
-        """Take the next token; a stop string that it completes ends the answer."""
+        """Add a token; a stop string that it completes ends the answer."""
         self._num_tokens += 1
         is_hidden = finish_reason is FinishReason.STOP and not self._keeps_stop_token
         text = "" if is_hidden else self._detokenizer.push(token)
@@ -54,9 +54,9 @@ class Transcript:
         return TextDelta(safe + rest, finish_reason, offset)
 
     def push_all(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> str:
-        """Take some tokens at once, of which a reason ends the last; return the text that they add.
+        """Add several tokens and return their text; `finish_reason` is that of the last.
 
-        Only where there are no stop strings, for every token: with them, the text says which was the last.
+        Only for answers without stop strings, which are found token by token.
         """
         assert not self.has_stop_strings, "stop strings are looked for token by token"
         assert not self._num_tokens, f"{self._num_tokens=} were taken one by one"

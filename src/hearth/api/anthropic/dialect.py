@@ -1,8 +1,4 @@
-"""Anthropic's messages as a dialect, in one and as server-sent events.
-
-The events are a hot path as those of `openai/sse.py` are: what does not change is turned into bytes once per
-block, and only a token's text is encoded when it comes.
-"""
+"""Anthropic's messages as a dialect. Its events are a hot path like those of `openai/sse.py`."""
 
 from __future__ import annotations
 
@@ -28,8 +24,6 @@ encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class MessageDialect:
-    """Spells answers as Anthropic's messages are."""
-
     stream_type = SSE_TYPE
     waiting = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -49,15 +43,15 @@ class MessageDialect:
 
 
 class MessageEvents:
-    """Turns the tokens of a message into events: blocks that are begun, added to and ended. Mutable."""
+    """Mutable; one per answer."""
 
     def __init__(self, spec: AnswerSpec, stream: AnswerStream) -> None:
         self._stream = stream
         self._reader = ChoiceReader(spec.tool_use)
         self._has_tools = spec.tool_use is not None
-        self._num_blocks = 0  #: that were begun
+        self._num_blocks = 0  #: including an open one
         self._num_calls = 0
-        self._before = b""  #: what the text of the block that is open stands behind; empty: none is
+        self._before = b""  #: prefix of a text event of the open block; empty: no block is open
         self._last: TokenDelta | None = None  #: the token that ended the answer
 
     def first(self, echoes: Sequence[str]) -> bytes:
@@ -95,7 +89,7 @@ class MessageEvents:
         return b"".join((self._before or self._begin_text(), encode(text), b"}}\n\n")) if text else b""
 
     def _begin_text(self) -> bytes:
-        """Return the event that begins a block, and what its first text stands behind."""
+        """Return the event that begins a block, and the prefix of its first text event."""
         index, self._num_blocks = self._num_blocks, self._num_blocks + 1
         self._before = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'

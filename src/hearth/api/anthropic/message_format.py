@@ -1,4 +1,4 @@
-"""The spelling of an answer as a message of Anthropic's API. Sends nothing."""
+"""Formats an answer as a message of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MESSAGE_PREFIX = "msg_"
 
 
 def message_object(stream: AnswerStream, usage: TokenUsage) -> dict[str, object]:
-    """Return a message that holds nothing yet."""
+    """Return a message without content."""
     return {
         "id": MESSAGE_PREFIX + stream.request_id,
         "type": "message",
@@ -29,7 +29,7 @@ def message_object(stream: AnswerStream, usage: TokenUsage) -> dict[str, object]
 
 
 def tool_use_block(call: ToolCall, *, is_whole: bool) -> dict[str, object]:
-    """Return the block of a call; in a stream, what it is called with follows in events of its own."""
+    """Return the block of a call; in a stream, its input follows in events."""
     return {
         "type": "tool_use",
         "id": f"toolu_{secrets.token_hex(12)}",
@@ -39,7 +39,6 @@ def tool_use_block(call: ToolCall, *, is_whole: bool) -> dict[str, object]:
 
 
 def stop_fields(last: TokenDelta, *, has_calls: bool) -> dict[str, object]:
-    """Return why an answer has ended; `last`: its last token."""
     reason = "end_turn"
     if last.stop is not None:
         reason = "stop_sequence"
@@ -51,7 +50,7 @@ def stop_fields(last: TokenDelta, *, has_calls: bool) -> dict[str, object]:
 
 
 def usage_object(usage: TokenUsage) -> dict[str, object]:
-    """Return the tokens of an answer; those of the prompt that were cached count apart from the others."""
+    """Format token counts; cached tokens are not part of `input_tokens`."""
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,

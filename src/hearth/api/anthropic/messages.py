@@ -1,7 +1,7 @@
-"""The bodies of POST /v1/messages and of its `count_tokens`, turned into the one inner request.
+"""The bodies of POST /v1/messages and `count_tokens`, translated to chat.
 
-Text is all that is read: blocks of images and documents are refused, as are tools that run at Anthropic.
-Marks for the cache are accepted, since prefixes are cached unasked. Generates nothing.
+Only text is supported: images, documents and tools that run at Anthropic are refused. `cache_control` is
+accepted and has no effect, since prefixes are always cached.
 """
 
 from __future__ import annotations
@@ -41,16 +41,15 @@ from hearth.api.openai.chat import (
 from hearth.api.unread_fields import UnsupportedField
 from hearth.core.errors import BadPrompt, BadSampling
 
-#: The most blocks of a message, and the most tools of a request.
 MAX_BLOCKS = MAX_TOOLS = 128
-#: What is read; blocks of thinking come from other models and are left out.
+#: Thinking blocks come from other models and are dropped.
 _BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 def _known_block(block: object) -> object:
     if isinstance(block, dict) and isinstance(kind := block.get("type"), str) and kind not in _BLOCK_TYPES:
         raise ValueError(
-            f"only blocks of type `text`, `tool_use` and `tool_result` are read, given: {kind!r:.80}; "
+            f"only blocks of type `text`, `tool_use` and `tool_result` are supported, given: {kind!r:.80}; "
             "send text"
         )
     return block
@@ -88,11 +87,10 @@ class ToolResultBlock(Strict):
         ]
         | None
     ) = None
-    is_error: bool | None = Field(None, description="The tool has failed; the model is told so.")
+    is_error: bool | None = Field(None, description="The tool failed; the model sees that.")
 
     @property
     def told(self) -> str:
-        """The text that the model is shown."""
         text = _text(self.content or "")
         return f"Error: {text}" if self.is_error else text
 
@@ -116,9 +114,9 @@ class ConversationMessage(Strict):
     content: Text | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_BLOCKS)]
 
     def messages(self, index: int, name_by_id: dict[str, str]) -> Iterator[MessageBody]:
-        """Yield the messages that chat has for this one: a tool's result is one of its own there.
+        """Yield the messages of chat for this one: there, a tool result is a message of its own.
 
-        `name_by_id`: the tools that were used so far, by the ids of their blocks; own ones are added.
+        `name_by_id`: the tools used so far, by the ids of their blocks; this message adds its own.
         """
         if isinstance(self.content, str):
             yield MessageBody(role=self.role, content=self.content)
@@ -175,7 +173,7 @@ class ToolDefinition(Strict):
     name: FunctionName
     description: Text | None = None
     input_schema: dict[str, ParsedJson] = Field(description="A JSON schema.")
-    strict: bool | None = Field(None, description="Kept where `tool_choice` demands a call.")
+    strict: bool | None = Field(None, description="Enforced if `tool_choice` requires a call.")
 
     def tool(self) -> ToolBody:
         # What is not given is not shown to the model, not even as null.
@@ -186,7 +184,7 @@ class ToolDefinition(Strict):
 
 class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
-    name: Text | None = Field(None, description="Of the tool to call, where the type is `tool`.")
+    name: Text | None = Field(None, description="The tool to call, if the type is `tool`.")
     disable_parallel_tool_use: bool | None = Field(None, description="At most one call per answer.")
 
     def choice(self) -> Literal["auto", "required", "none"] | NamedTool:
@@ -203,7 +201,7 @@ class ToolChoice(Strict):
 
 class JsonOutput(Strict):
     type: Literal["json_schema"]
-    schema_: dict[str, object] = Field(alias="schema", description="The schema that the output is held to.")
+    schema_: dict[str, object] = Field(alias="schema", description="The JSON schema of the output.")
 
 
 class OutputConfig(Strict):
@@ -218,32 +216,26 @@ class Thinking(Strict):
 
 
 class ConversationBody(Strict):
-    """A conversation whose tokens are to be counted."""
-
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.MESSAGES
 
-    model: ModelName = Field(description="The name or an alias of a deployed model.")
+    model: ModelName = Field(description="Name or alias of a deployed model.")
     messages: Annotated[
         list[ConversationMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     ]
-    system: Text | TextBlocks | None = Field(None, description="What the conversation begins with.")
+    system: Text | TextBlocks | None = Field(None, description="System prompt.")
     tools: (
         Annotated[
             list[Annotated[ToolDefinition, BeforeValidator(_own_tool)]],
             Field(fail_fast=True, max_length=MAX_TOOLS),
         ]
         | None
-    ) = Field(None, description="What the model may call.")
+    ) = Field(None, description="Tools that the model may call.")
     tool_choice: ToolChoice | None = None
-    output_config: OutputConfig | None = Field(None, description="What the output is held to.")
-    thinking: Thinking | None = Field(None, description="Not read: answers have no blocks of thinking.")
+    output_config: OutputConfig | None = Field(None, description="The format of the output.")
+    thinking: Thinking | None = Field(None, description="Ignored: answers have no thinking blocks.")
 
     def chat_body(self) -> ChatBody:
-        """Return the inner request.
-
-        Raises:
-            RequestError: the body contradicts itself.
-        """
+        """Translate the body. Raises RequestError."""
         return ChatBody.model_validate(self._fields())
 
     def _fields(self) -> dict[str, object]:
@@ -266,14 +258,14 @@ class ConversationBody(Strict):
 
     @property
     def _is_begun(self) -> bool:
-        """True if the conversation ends with the beginning of the answer, which is to go on from there."""
+        """True if the last message is the beginning of the answer."""
         return self.messages[-1].role == "assistant"
 
     def _messages(self) -> list[MessageBody]:
         if self._is_begun and self.messages[-1].has_tool_use:
             raise BadPrompt(
-                f"`messages[{len(self.messages) - 1}]` uses tools, and nothing tells what came of that; end "
-                "with the blocks of type `tool_result`"
+                f"`messages[{len(self.messages) - 1}]` uses tools without results; end with blocks of type "
+                "`tool_result`"
             )
         system = [] if not self.system else [MessageBody(role="system", content=_text(self.system))]
         name_by_id: dict[str, str] = {}
@@ -311,21 +303,21 @@ class RequestMetadata(Strict):
 
 
 class MessagesBody(ConversationBody):
-    """A conversation and how it is to be answered."""
-
-    max_tokens: MaxTokens = Field(description="The most tokens to generate.")
-    stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
-    temperature: Temperature | None = Field(None, description="0 is greedy.")
+    max_tokens: MaxTokens = Field(description="Maximum tokens to generate.")
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
+    temperature: Temperature | None = Field(None, description="0: greedy.")
     top_p: TopP | None = None
     top_k: TopK | None = None
-    stop_sequences: StopList | None = Field(None, description="Texts at which the answer ends.")
+    stop_sequences: StopList | None = Field(None, description="Texts that end the answer.")
     metadata: RequestMetadata | None = Field(None, description="Accepted and not used.")
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="Accepted and not used.")
-    cache_control: dict[str, ParsedJson] | None = Field(None, description="Prefixes are cached unasked.")
+    cache_control: dict[str, ParsedJson] | None = Field(
+        None, description="Ignored: prefixes are always cached."
+    )
 
     def _fields(self) -> dict[str, object]:
         if not all(self.stop_sequences or ()):
-            raise BadSampling("`stop_sequences` holds an empty text; every one needs a character")
+            raise BadSampling("`stop_sequences` contains an empty text; remove it")
         return super()._fields() | {
             "max_tokens": self.max_tokens,
             "stream": self.stream,
@@ -344,5 +336,5 @@ def _call(block: ToolUseBlock, where: str) -> CalledTool:
     try:
         arguments = json.dumps(block.input)
     except RecursionError as error:
-        raise BadPrompt(f"`{where}.input` is nested too deep; send a flatter object") from error
+        raise BadPrompt(f"`{where}.input` is nested too deeply; flatten it") from error
     return CalledTool(id=block.id, function=CalledFunction(name=block.name, arguments=arguments))

@@ -1,4 +1,4 @@
-"""Deployed models as Anthropic's API lists them. Finds none itself."""
+"""Formats deployed models as Anthropic's API does."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from hearth.control.observe.views import ModelView
 
 
 def speaks_anthropic(request: Request) -> bool:
-    """True if a request to a path that two APIs share is one of Anthropic's, whose clients all say so."""
+    """True if a request to a path of both APIs comes from a client of Anthropic."""
     return "anthropic-version" in request.headers
 
 
 def model_object(name: str, view: ModelView) -> dict[str, object]:
-    """Return a model under its name or one of its aliases."""
     return {
         "type": "model",
         "id": name,
@@ -29,7 +28,6 @@ def model_object(name: str, view: ModelView) -> dict[str, object]:
 
 
 def model_list(models: Iterable[dict[str, object]]) -> dict[str, object]:
-    """Return all models as one page."""
     listed = list(models)
     first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
     return {"data": listed, "has_more": False, "first_id": first, "last_id": last}

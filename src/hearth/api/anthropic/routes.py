@@ -1,4 +1,4 @@
-"""The routes of Anthropic's API: messages and their tokens. Models are listed where OpenAI's are."""
+"""The routes of Anthropic's API; `openai/routes.py` lists models for both."""
 
 from __future__ import annotations
 

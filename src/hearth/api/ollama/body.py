@@ -1,7 +1,6 @@
-"""The fields that the bodies of Ollama's chat and generate share, turned into those of the inner request.
+"""The fields that the bodies of Ollama's chat and generate share.
 
-What a client leaves out is as Ollama documents it, but for the penalty of repetition: Ollama's looks at the
-last 64 tokens, and over all tokens its 1.1 would be another one. Generates nothing.
+Defaults are those of Ollama, except `repeat_penalty`: Ollama's 1.1 is for the last 64 tokens, not for all.
 """
 
 from __future__ import annotations
@@ -31,35 +30,35 @@ from hearth.api.unread_fields import UnsupportedField
 from hearth.core.config import parse_duration
 from hearth.core.errors import BadSampling, ConfigError
 
-#: Seeds, and limits of tokens, that mean none.
+#: Values that mean no seed and no limit.
 _NO_SEED, _NO_LIMIT = -1, (-1, -2)
 
 
 class OllamaOptions(Strict):
-    """How to sample. Those of loading a model are not read: Hearth sees to that by itself."""
+    """Sampling options; those for loading models are ignored."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA_OPTIONS
 
     num_predict: int | None = Field(
-        None, ge=-2, le=MAX_INT, description="The most tokens to generate; below 0: all that fit."
+        None, ge=-2, le=MAX_INT, description="Maximum tokens to generate; below 0: all that fit."
     )
-    temperature: Temperature | None = Field(None, description="0 is greedy; without, 0.8.")
-    top_k: TopK | None = Field(None, description="Without, 40.")
-    top_p: TopP | None = Field(None, description="Without, 0.9.")
+    temperature: Temperature | None = Field(None, description="0: greedy; default: 0.8.")
+    top_k: TopK | None = Field(None, description="Default: 40.")
+    top_p: TopP | None = Field(None, description="Default: 0.9.")
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: Seed | None = None
     stop: Stops = None
-    repeat_penalty: RepetitionPenalty | None = Field(None, description="Of all tokens so far.")
+    repeat_penalty: RepetitionPenalty | None = Field(None, description="Over all tokens so far.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
 
     def fields(self) -> dict[str, object]:
-        """Return the fields of the inner request. Raises BadSampling."""
+        """Translate the options. Raises BadSampling."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if not all(stops or ()):
-            raise BadSampling("`options.stop` holds an empty text; every one needs a character")
+            raise BadSampling("`options.stop` contains an empty text; remove it")
         if self.num_predict == 0:
-            raise BadSampling("`options.num_predict` must be 1 at least, or -1 for all that fit, given: 0")
+            raise BadSampling("`options.num_predict` must be at least 1, or -1 for all that fit, given: 0")
         return {
             "max_tokens": None if self.num_predict in _NO_LIMIT else self.num_predict,
             "temperature": 0.8 if self.temperature is None else self.temperature,
@@ -75,26 +74,24 @@ class OllamaOptions(Strict):
 
 
 class OllamaBody(Strict):
-    """A question to a model, and how it is to be answered."""
-
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA
 
-    model: ModelName = Field(description="The name or an alias of a deployed model, perhaps with `:latest`.")
-    stream: bool | None = Field(None, description="Without: send the answer in pieces, a line of JSON each.")
+    model: ModelName = Field(description="Name or alias of a deployed model; `:latest` is optional.")
+    stream: bool | None = Field(None, description="Stream lines of JSON; default: true.")
     format: Literal["", "json"] | dict[str, ParsedJson] | None = Field(
-        None, description="`json`, or the JSON schema that the output is held to."
+        None, description="`json`, or a JSON schema of the output."
     )
     options: OllamaOptions | None = None
     keep_alive: float | Text | None = Field(
-        None, description='How long the model stays warm after this: seconds, "5m", 0, or -1 for ever.'
+        None, description='How long the model stays loaded when idle: seconds, "5m", 0, or -1 for forever.'
     )
     think: bool | Text | None = Field(
-        None, description="False: the chat template's variable `enable_thinking`. Nothing else is supported."
+        None, description="False sets the template variable `enable_thinking`; true is not supported."
     )
 
     @property
     def has_no_keep_alive(self) -> bool:
-        """True if the model is not to stay: where nothing is asked of it, it is to leave."""
+        """True if `keep_alive` is 0, which without a prompt unloads the model."""
         if self.keep_alive is None:
             return False
         try:
@@ -103,14 +100,10 @@ class OllamaBody(Strict):
             raise BadSampling(f"`keep_alive`: {error}") from error
 
     def inner_fields(self) -> dict[str, object]:
-        """Return the fields of the inner request that both of its kinds have.
-
-        Raises:
-            RequestError: the body contradicts itself or wants what is not supported.
-        """
+        """Translate the shared fields. Raises RequestError."""
         if self.think:
             raise BadSampling(
-                f"`think` must be false, given: {self.think!r:.80}; what a model thinks is part of its answer"
+                f"`think` must be false, given: {self.think!r:.80}; thinking is part of the answer's text"
             )
         return {
             "model": self.model,

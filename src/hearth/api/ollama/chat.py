@@ -1,4 +1,4 @@
-"""The body of POST /api/chat, turned into the one inner request. Generates nothing."""
+"""The body of POST /api/chat."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class OllamaMessage(Strict):
 
 
 class OllamaChatBody(OllamaBody):
-    """A conversation and how it is to be answered. One without messages loads or unloads the model."""
+    """Without messages, it loads or unloads the model."""
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=128)] | None = Field(
@@ -70,7 +70,7 @@ class OllamaChatBody(OllamaBody):
         return not self.messages
 
     def chat_body(self) -> ChatBody:
-        """Return the inner request: an answer that the last message begins goes on. Raises RequestError."""
+        """Translate the body; continues a last message of the assistant. Raises RequestError."""
         messages = [message.message(index) for index, message in enumerate(self.messages or ())]
         variables = {"enable_thinking": False} if self.think is False else None
         is_begun = messages[-1].role == "assistant" and not messages[-1].tool_calls

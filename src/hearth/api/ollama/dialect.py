@@ -1,8 +1,4 @@
-"""Ollama's chat and generate as dialects, in one and as lines of JSON.
-
-The lines are a hot path as the events of `openai/sse.py` are: what does not change is turned into bytes once
-per answer, and only a token's text is encoded when it comes.
-"""
+"""Ollama's chat and generate as dialects. Their lines are a hot path like the events of `openai/sse.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class OllamaFormat:
-    """The way in which one endpoint spells the text of an answer, as JSON around it."""
+    """The JSON around the text of an answer."""
 
     before_text: bytes
     after_text: bytes
@@ -42,19 +38,16 @@ GENERATE = OllamaFormat(b',"response":', b"")
 
 @dataclass(frozen=True, slots=True)
 class OllamaDialect:
-    """Spells answers as Ollama does."""
-
     format: OllamaFormat
-    model: str  #: as the client has called it
-    explain: Callable[[str], Explanation | None]  #: what happened to a request, by its id
-    has_context: bool = False  #: the answer tells all tokens so far, for the next prompt to follow
+    model: str  #: the name that the client sent
+    explain: Callable[[str], Explanation | None]  #: by request id
+    has_context: bool = False  #: return all tokens so far, as the context of the next prompt
     created_at: str = field(default_factory=now_text)
 
     stream_type = NDJSON_TYPE
 
     @property
     def head(self) -> bytes:
-        """The beginning of every object."""
         return encode({"model": self.model, "created_at": self.created_at})[:-1]
 
     @property
@@ -79,7 +72,7 @@ class OllamaDialect:
     def ending(
         self, stream: AnswerStream, reason: FinishReason, usage: TokenUsage, deltas: Sequence[TokenDelta]
     ) -> bytes:
-        """Return how the last object ends: why, and how long everything took. `deltas`: of the answer."""
+        """Return the end of the last object: reason, counts and durations."""
         told: dict[str, object] = {"done": True, "done_reason": reason}
         if self.has_context:
             told["context"] = [*stream.prompt, *(delta.token for delta in deltas)]
@@ -90,7 +83,7 @@ class OllamaDialect:
 
 
 class OllamaEvents:
-    """Turns the tokens of an answer into lines of JSON. Mutable."""
+    """Mutable; one per answer."""
 
     def __init__(self, dialect: OllamaDialect, spec: AnswerSpec, stream: AnswerStream) -> None:
         self._dialect, self._stream = dialect, stream
@@ -101,7 +94,7 @@ class OllamaEvents:
         self._before = self._head + dialect.format.before_text
         self._after = dialect.format.after_text + b',"done":false}\n'
         self._has_context = dialect.has_context
-        self._deltas: list[TokenDelta] = []  #: the whole answer, where it is to tell its tokens
+        self._deltas: list[TokenDelta] = []  #: the whole answer, if `has_context`
         self._reason: FinishReason | None = None
 
     def first(self, echoes: Sequence[str]) -> bytes:
@@ -138,10 +131,10 @@ class OllamaEvents:
 
 @dataclass(frozen=True, slots=True)
 class LoadDialect:
-    """Spells the answer to a request that is there to load a model, whatever it was."""
+    """Formats the answer to a request that only loads a model."""
 
     format: OllamaFormat
-    model: str  #: as the client has called it
+    model: str  #: the name that the client sent
 
     stream_type = NDJSON_TYPE
     waiting = b""
@@ -150,11 +143,11 @@ class LoadDialect:
         return nothing_done(self.format, self.model, "load")
 
     def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
-        raise AssertionError("such an answer comes in one")
+        raise AssertionError("loads are not streamed")
 
 
 def nothing_done(format: OllamaFormat, model: str, reason: str) -> msgspec.Raw:
-    """Return the answer to a request that asks nothing of a model, but loads or unloads it."""
+    """Return the answer to a request that only loads or unloads a model."""
     head = encode({"model": model, "created_at": now_text()})[:-1]
     ending = b',"done":true,"done_reason":%b}' % encode(reason)
     return msgspec.Raw(b'%b%b""%b%b' % (head, format.before_text, format.after_text, ending))
@@ -166,13 +159,13 @@ def call_object(index: int, call: ToolCall) -> dict[str, object]:
 
 
 def durations(explanation: Explanation) -> dict[str, int]:
-    """Return how long the parts of a request took, in nanoseconds."""
+    """Return the durations of a request's phases in nanoseconds."""
 
     def took(what: str) -> int:
         spans = (span for span in explanation.spans if span.what == what)
         return _nanoseconds(sum(span.end_s - span.begin_s for span in spans))
 
-    # One that has not ended by the books has sent its last token all the same: that was its end.
+    # A request that is not marked as ended yet has sent its last token.
     ended_s = max((span.end_s for span in explanation.spans), default=0.0)
     return {
         "total_duration": _nanoseconds(explanation.total_s or ended_s),

@@ -1,4 +1,4 @@
-"""POST /api/embed and its older form: their bodies, and how embeddings are spelt. Computes nothing."""
+"""POST /api/embed and its older form: bodies and dialects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hearth.control.requests.generation import AnswerStream
 
 
 class EmbedBody(Strict):
-    """Texts whose embeddings are wanted; there may be none, as clients ask whether a model is there."""
+    """Without texts, it only checks that the model is deployed."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA_EMBED
 
@@ -37,7 +37,7 @@ class EmbedBody(Strict):
 
 
 class LegacyEmbedBody(Strict):
-    """A text whose embedding is wanted, as clients asked for it before /api/embed."""
+    """The body of /api/embeddings, which older clients send."""
 
     model: ModelName = Field(description="The name or an alias of a deployed model, perhaps with `:latest`.")
     prompt: Text
@@ -52,10 +52,8 @@ class LegacyEmbedBody(Strict):
 
 @dataclass(frozen=True, slots=True)
 class EmbedDialect:
-    """Spells embeddings as Ollama does, normalised as Hearth's always are."""
-
-    model: str  #: as the client has called it
-    explain: Callable[[str], Explanation | None]  #: what happened to a request, by its id
+    model: str  #: the name that the client sent
+    explain: Callable[[str], Explanation | None]  #: by request id
 
     stream_type = NDJSON_TYPE
     waiting = b""
@@ -76,7 +74,7 @@ class EmbedDialect:
 
 @dataclass(frozen=True, slots=True)
 class LegacyEmbedDialect:
-    """Spells the one embedding of the older form."""
+    """The older form, with one embedding."""
 
     stream_type = NDJSON_TYPE
     waiting = b""

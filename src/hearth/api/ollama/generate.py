@@ -1,4 +1,4 @@
-"""The body of POST /api/generate, turned into the one inner request. Generates nothing."""
+"""The body of POST /api/generate."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hearth.core.errors import BadPrompt
 
 
 class UnlimitedCompletionBody(CompletionBody):
-    """A prompt that is continued to the end of the context, unless its body says otherwise."""
+    """A completion whose default limit is the context."""
 
     default_max_tokens: ClassVar[int | None] = None
 
 
 class GenerateBody(OllamaBody):
-    """A prompt and how it is to be answered. An empty one loads or unloads the model."""
+    """An empty prompt loads or unloads the model."""
 
     prompt: Text | None = None
     system: Text | None = Field(None, description="What the model is told before the prompt.")
@@ -38,7 +38,7 @@ class GenerateBody(OllamaBody):
         return not self.prompt
 
     def chat_body(self) -> ChatBody:
-        """Return the inner request of a prompt that a chat template renders. Raises RequestError."""
+        """Translate a prompt for the chat template. Raises RequestError."""
         system = [MessageBody(role="system", content=self.system)] if self.system else []
         messages = [*system, MessageBody(role="user", content=self.prompt)]
         variables = {"enable_thinking": False} if self.think is False else None
@@ -46,7 +46,7 @@ class GenerateBody(OllamaBody):
         return ChatBody.model_validate(self.inner_fields() | fields)
 
     def raw_body(self) -> CompletionBody:
-        """Return the inner request of a prompt that no template renders. Raises RequestError."""
+        """Translate a prompt without a chat template. Raises RequestError."""
         if self.raw and (self.system or self.context):
             given = "system" if self.system else "context"
             raise BadPrompt(f"`raw` takes a prompt that is whole, and no `{given}`; leave one of them out")

@@ -1,4 +1,4 @@
-"""Deployed and resident models as Ollama's API shows them. Finds none itself."""
+"""Formats deployed and loaded models as Ollama's API does."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from hearth.control.deploy.names import LATEST
 from hearth.control.observe.views import ModelView, ResidentView
 from hearth.text.tool_calls import tool_format
 
-#: What stays for ever expires then.
+#: The expiry of models that are never evicted.
 _NEVER = "9999-12-31T23:59:59Z"
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
-#: The family of a model that was deployed when families were not kept.
+#: The family of a model deployed before families were recorded.
 _UNKNOWN = "unknown"
 _LEVEL_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def tagged(name: str) -> str:
-    """Return a name as Ollama spells names: each has a tag, `latest` if it has no other."""
+    """Return a name with its tag, by default `latest`."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
 def tag_object(name: str, view: ModelView) -> dict[str, object]:
-    """Return a model under its name or one of its aliases."""
     return {
         "name": tagged(name),
         "model": tagged(name),
@@ -34,7 +33,7 @@ def tag_object(name: str, view: ModelView) -> dict[str, object]:
 
 
 def resident_object(resident: ResidentView, view: ModelView, on_device: bool) -> dict[str, object]:
-    """Return a model that is loaded; `on_device`: in memory that is not the machine's own."""
+    """Format a loaded model; `on_device`: in GPU memory."""
     expires_at = _NEVER
     if resident.expires_in_s is not None:
         expires_at = time_text(datetime.now(UTC) + timedelta(seconds=resident.expires_in_s))
@@ -51,7 +50,6 @@ def resident_object(resident: ResidentView, view: ModelView, on_device: bool) ->
 
 
 def show_object(view: ModelView, template: str | None) -> dict[str, object]:
-    """Return all that clients may ask of a model. `template`: of its chats, in Jinja."""
     family = view.family or _UNKNOWN
     capabilities = ["completion", *(["tools"] if tool_format(template) is not None else []), "embedding"]
     return {
@@ -70,7 +68,7 @@ def show_object(view: ModelView, template: str | None) -> dict[str, object]:
 
 
 def _modelfile(view: ModelView) -> str:
-    """Return the words of a Modelfile, which for an adapter name its base as well."""
+    """Return a Modelfile; that of an adapter has its base as well."""
     words = f"FROM {view.source}" if view.base is None else f"FROM {view.base}\nADAPTER {view.source}"
     return f"# deployed with Hearth\n{words}\n"
 
@@ -97,6 +95,6 @@ def now_text() -> str:
 
 
 def _count(number: int) -> str:
-    """Return a number as Ollama spells those of parameters: `134.5M`, `7.6B`."""
+    """Format a number of parameters as Ollama does: `134.5M`, `7.6B`."""
     size, unit = next(((size, unit) for size, unit in _UNITS if number >= size), (1.0, ""))
     return f"{number / size:.1f}{unit}" if unit else str(number)

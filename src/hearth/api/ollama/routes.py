@@ -1,7 +1,4 @@
-"""The routes of Ollama's API, so that its clients find Hearth by its address alone.
-
-Models come and go by `hearth deploy` and `hearth rm`: routes that would change what is stored are refused.
-"""
+"""The routes of Ollama's API. Those that would create or delete models are refused: use `hearth deploy`."""
 
 from __future__ import annotations
 
@@ -39,9 +36,9 @@ from hearth.core.version import hearth_version
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
 
-#: The version of Ollama whose API this is: clients refuse to talk to one that is too old for them.
+#: The version of Ollama whose API this is; clients refuse older ones.
 OLLAMA_VERSION = "0.12.6"
-#: The answer at `/`, by which clients of Ollama know that there is one.
+#: The response at `/`, by which clients detect Ollama.
 GREETING = "Ollama is running: this is Hearth, which speaks its API"
 _STREAM_OR_JSON: dict[int | str, dict[str, object]] = {
     200: {"description": "The answer.", "content": {"application/json": {}, NDJSON_TYPE: {}}}
@@ -55,7 +52,7 @@ class OllamaError(BaseModel):
 
 
 class NamedModelBody(Strict):
-    """A model by its name, in the field that it has now or in that of older clients."""
+    """A model by `model`, or by `name` as older clients send it."""
 
     model: ModelName | None = None
     name: ModelName | None = None
@@ -63,7 +60,7 @@ class NamedModelBody(Strict):
     @property
     def meant(self) -> str:
         if (named := self.model or self.name) is None:
-            raise RequestError("`model` must name a deployed model, given: none; send it")
+            raise RequestError("`model` must be the name of a deployed model, given: none")
         return named
 
 
@@ -72,7 +69,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.get(
         "/",
-        summary="Whether the service is up, for clients of Ollama",
+        summary="Whether the service is running, for clients of Ollama",
         response_class=Response,
         responses=PLAIN_TEXT | error_responses(ErrorBody),
     )
@@ -85,7 +82,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.get("/api/tags", summary="List the deployed models")
     async def list_models(request: Request) -> Response:
-        """An alias is listed as a model is."""
+        """Aliases are listed as models."""
         models = gateway.deployments.models(caller_of(request))
         return as_json({"models": [tag_object(name, view) for view in models for name in view.names]})
 
@@ -97,7 +94,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
             show_object(view, (await gateway.prompts.tokenizer(view.name, caller)).chat_template_text)
         )
 
-    @routes.get("/api/ps", summary="List the models that are loaded")
+    @routes.get("/api/ps", summary="List the loaded models")
     async def list_residents(request: Request) -> Response:
         shown = await gateway.views.look()
         views = {view.name: view for view in gateway.deployments.models(caller_of(request))}
@@ -114,7 +111,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.post("/api/chat", summary="Answer a conversation", responses=_STREAM_OR_JSON)
     async def chat(body: OllamaChatBody, request: Request) -> Response:
-        """Without messages the model is loaded, or with a `keep_alive` of 0 unloaded."""
+        """Without messages, the model is loaded, or unloaded if `keep_alive` is 0."""
         if body.is_empty:
             return await load_or_unload(body, CHAT, request)
         chat = await off_loop_if_large(request, body.chat_body)
@@ -122,7 +119,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.post("/api/generate", summary="Answer a prompt", responses=_STREAM_OR_JSON)
     async def generate(body: GenerateBody, request: Request) -> Response:
-        """Without a prompt the model is loaded, or with a `keep_alive` of 0 unloaded."""
+        """Without a prompt, the model is loaded, or unloaded if `keep_alive` is 0."""
         if body.is_empty:
             return await load_or_unload(body, GENERATE, request)
         caller, ignored, context = caller_of(request), body.ignored_fields, body.context or ()
@@ -131,7 +128,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
             return await answers.completion(body.raw_body(), dialect, request, ignored, context)
         return await answers.chat(body.chat_body(), dialect, request, ignored, context)
 
-    @routes.post("/api/embed", summary="Compute the embeddings of texts")
+    @routes.post("/api/embed", summary="Embed texts")
     async def embed(body: EmbedBody, request: Request) -> Response:
         if not body.input:
             gateway.deployments.model(body.model, caller_of(request))
@@ -139,36 +136,36 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         dialect = EmbedDialect(body.model, explain_for(request))
         return await answers.embedding(body.embedding_body(), dialect, request, body.ignored_fields)
 
-    @routes.post("/api/embeddings", summary="Compute the embedding of a text, as older clients ask for it")
+    @routes.post("/api/embeddings", summary="Embed a text (older clients)")
     async def embed_one(body: LegacyEmbedBody, request: Request) -> Response:
         return await answers.embedding(
             body.embedding_body(), LegacyEmbedDialect(), request, body.ignored_fields
         )
 
-    @routes.post("/api/pull", summary="Have a model, which must be deployed")
+    @routes.post("/api/pull", summary="Check that a model is deployed")
     async def pull(body: NamedModelBody, request: Request) -> Response:
-        """Many clients pull what they are about to use. What is deployed is there; nothing is fetched."""
+        """Many clients pull a model before they use it. Nothing is downloaded."""
         try:
             gateway.deployments.model(body.meant, caller_of(request))
         except UnknownModel as error:
-            raise UnknownModel(f"{error}; deploy others with `hearth deploy hf:ORG/NAME`") from error
+            raise UnknownModel(f"{error}; deploy it with `hearth deploy hf:ORG/NAME`") from error
         return as_json({"status": "success"})
 
     def refuse(path: str, method: str, instead: str) -> None:
         async def refused() -> Response:
-            raise Forbidden(f"`{path}` does not change what is stored here; use {instead}")
+            raise Forbidden(f"`{path}` is not supported; use {instead}")
 
         routes.add_api_route(path, refused, methods=[method], summary=f"Refused: use {instead}")
 
     refuse("/api/create", "POST", "`hearth deploy SOURCE --name NAME`")
     refuse("/api/copy", "POST", "`aliases` of the model in the configuration: `models.NAME.aliases`")
     refuse("/api/delete", "DELETE", "`hearth rm NAME`")
-    refuse("/api/push", "POST", "`hearth convert`, and upload what it has written")
+    refuse("/api/push", "POST", "`hearth convert`, and upload its output")
 
     async def load_or_unload(
         body: OllamaChatBody | GenerateBody, format: OllamaFormat, request: Request
     ) -> Response:
-        """Load a model by the least that can be asked of it, or have it leave at once."""
+        """Load a model by a request for one token, or unload it."""
         caller = caller_of(request)
         if not body.has_no_keep_alive:
             least = {"model": body.model, "prompt": [0], "max_tokens": 1, "keep_alive": body.keep_alive}
@@ -177,8 +174,8 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         view = gateway.deployments.model(body.model, caller)
         if not caller.has_role("admin"):
             raise Forbidden(
-                "`keep_alive` of 0 without anything to answer unloads the model, also for others, which "
-                "needs a key with the role `admin`; let it leave when its room is needed"
+                "`keep_alive` of 0 without a prompt unloads the model for all callers, which needs a key "
+                "with the role `admin`"
             )
         await gateway.unload(view.name, free=True)
         return as_json(nothing_done(format, body.model, "unload"))

@@ -1,4 +1,4 @@
-"""The routes by which vLLM's users load and unload LoRA adapters: deploying and removing, in their words."""
+"""vLLM's routes for loading and unloading LoRA adapters, which deploy and remove them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 
 
 class LoadAdapterBody(OwnBody):
-    lora_name: Text = Field(min_length=1, max_length=128, description="To ask for it by.")
+    lora_name: Text = Field(min_length=1, max_length=128, description="Name of the adapter.")
     lora_path: Text = Field(
         min_length=1,
         max_length=4096,
-        description="A directory of PEFT, ORG/NAME on the Hugging Face Hub, or a URL of a converted adapter.",
+        description="PEFT directory, ORG/NAME on the Hugging Face Hub, or URL of a converted adapter.",
     )
     base_model_name: Text | None = Field(
-        None, max_length=128, description="The deployed model that it belongs to, if its config does not say."
+        None, max_length=128, description="Its base model, if its config does not name it."
     )
-    load_inplace: bool = Field(False, description="Replace an adapter of that name.")
+    load_inplace: bool = Field(False, description="Replace the adapter of that name.")
 
 
 class UnloadAdapterBody(OwnBody):
@@ -48,22 +48,29 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
 
     @routes.post(
         LOAD_ADAPTER_PATH,
-        summary="Deploy a LoRA adapter, as vLLM's users do",
+        summary="Deploy a LoRA adapter (vLLM)",
         response_class=Response,
         responses=PLAIN_TEXT,
     )
     async def load(body: LoadAdapterBody) -> Response:
-        """Needs the rights to deploy. The adapter is there when this answers, and after a restart, too.
+        """Requires the role `admin`. The adapter stays deployed after a restart.
 
-        400: the name is taken, or it cannot be served. 404: there is none at `lora_path`.
+        400: the name is taken, or the adapter cannot be served. 404: nothing at `lora_path`.
         """
-        # Before the work; the registry looks again. A limited key does not know the models of others.
+        # The registry checks again later. OPERATOR: the caller's key may not know all models.
         with suppress(UnknownModel):
             if gateway.deployments.model(body.lora_name, OPERATOR).base is None:
                 raise name_of_model(body.lora_name)
-        order = (_source_of(body.lora_path), body.lora_name, "auto", "none", body.load_inplace)
         try:
-            deploying = gateway.deploy(*order, body.base_model_name, is_adapter=True)
+            deploying = gateway.deploy(
+                _source_of(body.lora_path),
+                body.lora_name,
+                "auto",
+                "none",
+                body.load_inplace,
+                body.base_model_name,
+                is_adapter=True,
+            )
             async with aclosing(deploying) as events:
                 async for _ in events:
                     pass
@@ -80,12 +87,12 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
 
     @routes.post(
         UNLOAD_ADAPTER_PATH,
-        summary="Remove a LoRA adapter, as vLLM's users do",
+        summary="Remove a LoRA adapter (vLLM)",
         response_class=Response,
         responses=PLAIN_TEXT,
     )
     async def unload(body: UnloadAdapterBody, request: Request) -> Response:
-        """Needs the rights to deploy. Requests that run are finished."""
+        """Requires the role `admin`. Running requests are finished."""
         try:
             view = gateway.deployments.model(body.lora_name, caller_of(request))
         except UnknownModel as error:
@@ -103,6 +110,6 @@ def _not_found(name: str) -> str:
 
 
 def _source_of(path: str) -> str:
-    """Return the source that vLLM would find there: what is no path may be a repository of the Hub."""
+    """Return the source as vLLM reads it: ORG/NAME is a repository of the Hub unless that path exists."""
     is_repository = _REPOSITORY.fullmatch(path) is not None and not Path(path).exists()
     return f"hf:{path}" if is_repository else path

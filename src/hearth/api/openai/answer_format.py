@@ -1,4 +1,4 @@
-"""The spelling of chat and of plain completions in OpenAI's API. Sends nothing."""
+"""The formats of chat and plain completions in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class AnswerFormat:
     """
 
     id_prefix: str
-    whole: str  #: the name of the object when it is sent as one
-    chunk: str  #: the name of each object of a stream
-    first: bytes | None  #: what the first chunk of a choice has; None: there is no such chunk
+    whole: str  #: `object` of a whole answer
+    chunk: str  #: `object` of a chunk
+    first: bytes | None  #: of the first chunk of a choice; None: no such chunk
     before_text: bytes
     after_text: bytes
     empty: bytes  #: a chunk that adds nothing

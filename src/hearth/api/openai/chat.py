@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions, turned into an answer's specification. Generates nothing."""
+"""The body of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from hearth.text.chat_template import Json, Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.tool_calls import OPEN, Tool, ToolFormat, call_grammar, tool_format
 
-#: Variables that the service itself hands to a template.
+#: Variables that the service itself passes to a template.
 _RESERVED = frozenset(
     ["self", "messages", "tools", "add_generation_prompt", "continue_final_message", "limit_s"]
 )
-#: What a parser has made is JSON. To find that out, pydantic would call Python for each value in it.
+#: Parsed JSON needs no validation, for which pydantic would call Python per value.
 ParsedJson = SkipValidation[JsonValue]
-#: The most messages of a conversation.
 MAX_MESSAGES = 16_384
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 def _text_only(part: object) -> object:
     if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
-        raise ValueError(f"only parts of type `text` are read, given: {kind!r:.80}; send text")
+        raise ValueError(f"only parts of type `text` are supported, given: {kind!r:.80}; send text")
     return part
 
 
@@ -74,12 +73,12 @@ class MessageBody(Strict):
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError(
                 f"`content` of a message of role `{self.role}` must be text, given: none; "
-                "only a message of the assistant with `tool_calls` needs none"
+                "only assistant messages with `tool_calls` need none"
             )
         return self
 
     def message(self, index: int) -> Message:
-        """Return the message as templates know it: one text, calls with their arguments as objects."""
+        """Return the message for templates: one text, and arguments of calls as objects."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -97,7 +96,7 @@ class MessageBody(Strict):
 class FunctionBody(Strict):
     name: FunctionName
     description: Text | None = None
-    strict: bool | None = Field(None, description="Kept where `tool_choice` demands a call.")
+    strict: bool | None = Field(None, description="Enforced if `tool_choice` requires a call.")
     parameters: dict[str, ParsedJson] | None = Field(None, description="A JSON schema.")
 
 
@@ -116,33 +115,33 @@ class NamedTool(Strict):
 
 
 class ChatBody(Body):
-    """A conversation and how it is to be answered."""
-
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.CHAT
 
     messages: list[MessageBody] = Field(
         fail_fast=True, min_length=1, max_length=MAX_MESSAGES, description="The conversation so far."
     )
-    logprobs: bool | None = Field(None, description="Tell the logprob of each token.")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="And of so many of the likeliest ones.")
+    logprobs: bool | None = Field(None, description="Return the logprob of each token.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="Also return this many of the likeliest tokens."
+    )
     tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=128)] | None = Field(
-        None, description="What the model may call."
+        None, description="Functions that the model may call."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Whether one answer may hold several calls.")
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls in one answer.")
     chat_template_kwargs: dict[str, ParsedJson] | None = Field(
-        None, description="Further variables of the chat template."
+        None, description="Additional variables of the chat template."
     )
     reasoning_effort: Text | None = Field(
-        None, max_length=64, description="The variable of this name in the chat template, if it reads one."
+        None, max_length=64, description="Passed to the chat template as a variable."
     )
     add_generation_prompt: bool | None = Field(
-        None, description="False: the prompt ends with the last message, not with the beginning of an answer."
+        None, description="False: the prompt ends with the last message, without the header of an answer."
     )
     continue_final_message: bool | None = Field(
         None,
-        description="The answer goes on with the text of the last message, which is the assistant's; with "
-        "`add_generation_prompt` false, as it then is by default.",
+        description="Continue the text of the last message, which must be the assistant's. Implies that "
+        "`add_generation_prompt` is false.",
     )
 
     @property
@@ -150,11 +149,7 @@ class ChatBody(Body):
         return bool(self.tools) and self.tool_choice != "none"
 
     def answer_spec(self, dialect: Dialect, tokenizer: Tokenizer | None) -> AnswerSpec:
-        """Return the specification of the answer. `tokenizer` is needed for requests that use tools.
-
-        Raises:
-            RequestError: the body contradicts itself or wants what is not supported.
-        """
+        """Translate the body. `tokenizer` is needed if it `uses_tools`. Raises RequestError."""
         self._check()
         tools = _Tools(self, tokenizer) if tokenizer is not None and self.uses_tools else None
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -177,7 +172,13 @@ class ChatBody(Body):
             dialect=dialect,
             requests=[
                 GenerationRequest(
-                    *(self.model, chat, params, guide, keep_alive_s, self.pace, self.first_token_target),
+                    self.model,
+                    chat,
+                    params,
+                    guide,
+                    keep_alive_s=keep_alive_s,
+                    tokens_per_s=self.pace,
+                    first_token_s=self.first_token_target,
                     is_batch=self.is_batch,
                 )
                 for params in seeds(sampling, self.num_answers)
@@ -203,17 +204,17 @@ class ChatBody(Body):
         if self.top_logprobs is not None and not self.logprobs:
             raise BadSampling("`top_logprobs` needs `logprobs` to be true; set it, or leave both out")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise BadSampling("`tool_choice` needs `tools`, given: none; name the tools, or leave it out")
+            raise BadSampling("`tool_choice` needs `tools`, given: none; send tools, or leave it out")
         named = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
         if self.reasoning_effort not in (None, named):
             raise BadPrompt(
-                f"`reasoning_effort` is {self.reasoning_effort!r} and in `chat_template_kwargs` "
-                f"{named!r:.80}; leave one out"
+                f"`reasoning_effort` is {self.reasoning_effort!r}, but {named!r:.80} in "
+                "`chat_template_kwargs`; leave one out"
             )
         if reserved := _RESERVED & set(self.chat_template_kwargs or {}):
             raise BadPrompt(
                 f"`chat_template_kwargs` must not set {', '.join(f'`{name}`' for name in sorted(reserved))}, "
-                "which the request sets otherwise; leave it out"
+                "which the service sets; leave it out"
             )
 
     def _check_continued(self) -> None:
@@ -221,30 +222,30 @@ class ChatBody(Body):
             return
         if self.add_generation_prompt:
             raise BadPrompt(
-                "`continue_final_message` goes on with the last message and `add_generation_prompt` begins "
+                "`continue_final_message` continues the last message, but `add_generation_prompt` begins "
                 "another; set one of them to false"
             )
         last = self.messages[-1]
         if last.role != "assistant" or last.tool_calls:
-            given = "one with `tool_calls`" if last.tool_calls else f"one of role `{last.role}`"
+            given = "with `tool_calls`" if last.tool_calls else f"of role `{last.role}`"
             raise BadPrompt(
-                "`continue_final_message` needs a text of the assistant as the last message, given: "
-                f"{given}; end with one of role `assistant`, or leave it out"
+                f"`continue_final_message` needs a text of the assistant as the last message, given: one "
+                f"{given}; end with a message of role `assistant`, or leave it out"
             )
 
     def _count_arguments(self) -> None:
-        """Refuse calls whose arguments, JSON in texts, have more values than a body may have."""
+        """Limit the values in arguments of calls, which are JSON in strings."""
         calls = (call for message in self.messages for call in message.tool_calls or ())
         arguments = b",".join(call.function.arguments.encode() for call in calls)
         if len(arguments) > SMALL_BYTES:
             try:
                 count_values(arguments)
             except TooManyValues as error:
-                raise BadPrompt(f"`messages`: in the arguments of `tool_calls` {error}") from error
+                raise BadPrompt(f"`messages`: arguments of `tool_calls`: {error}") from error
 
 
 class _Tools:
-    """The tools of one request, for a model that writes calls in its own way."""
+    """The tools of one request, in the call format of its model."""
 
     def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
         self._body = body
@@ -252,10 +253,10 @@ class _Tools:
         self._demands_call = body.tool_choice not in (None, "none", "auto")
         self._format = tool_format(tokenizer.chat_template_text)
         if self._format is None and self._demands_call:
-            self._format = ToolFormat.JSON  # whatever the template asks for, the model is held to it
+            self._format = ToolFormat.JSON  # the grammar enforces it, whatever the template says
         tag = tokenizer.encode(OPEN, add_special_tokens=False)
         self._tags_are_tokens = len(tag) == 1
-        #: The tags are tokens that are left out of an answer's text unless one asks for them.
+        #: the tags are special tokens, which must not be skipped in the answer
         self.are_special = self._format is ToolFormat.HERMES and tag[0] in tokenizer.special_ids
 
     def shown(self) -> list[Json]:
@@ -268,13 +269,13 @@ class _Tools:
         return ToolUse(self._format, frozenset(tool.function.name for tool in self._tools), max_calls)
 
     def guide(self) -> GuideSpec | None:
-        """Return a grammar of calls, where the request demands a call."""
+        """Return a grammar of calls if the request requires a call."""
         if self._format is None or not self._demands_call:
             return None
         if self._body.guide() is not None:
             raise BadSampling(
-                "`tool_choice` demands a call and another field (`response_format`, `structured_outputs`, "
-                "`guided_json` and the like) another output; leave one out"
+                "`tool_choice` requires a call, but another field (`response_format`, `structured_outputs`, "
+                "`guided_json` or similar) another format; leave one out"
             )
         choice = self._body.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -284,8 +285,8 @@ class _Tools:
             if named in (None, tool.function.name)
         ]
         if not tools:
-            raise BadSampling(f"`tool_choice` names `{named}`, which is not among the `tools`; add it there")
-        # A model that has never learnt to write calls would go on and on, unless several are asked for.
+            raise BadSampling(f"`tool_choice` is `{named}`, which is not among the `tools`; add it there")
+        # A model that was not trained on calls would not stop after one.
         wants_several = self._body.parallel_tool_calls
         if wants_several is None:
             wants_several = self._format is not ToolFormat.JSON
@@ -299,7 +300,7 @@ class _Tools:
 
 
 def _as_given(part: Strict) -> dict[str, Json]:
-    """Return the fields that were given, and what is in them itself: a copy would cost as much as parsing."""
+    """Return the given fields without copying their values."""
     return {name: value for name, value in part if name in part.model_fields_set}
 
 

@@ -1,4 +1,4 @@
-"""The body of POST /v1/completions, turned into an answer's specification. Generates nothing."""
+"""The body of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from hearth.api.unread_fields import UnsupportedField
 from hearth.control.requests.generation import GenerationRequest
 from hearth.core.errors import BadPrompt, BadSampling
 
-#: The most choices of one request, of all its prompts together.
+#: Choices of one request, of all its prompts in total.
 MAX_CHOICES = 256
 
 Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_VALUES)]
 
 
 class CompletionBody(Body):
-    """Prompts and how they are to be continued."""
-
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.COMPLETION
-    default_max_tokens: ClassVar[int | None] = 16  # as OpenAI's
+    default_max_tokens: ClassVar[int | None] = 16  # as in OpenAI's API
 
     prompt: (
         Text
@@ -38,20 +36,16 @@ class CompletionBody(Body):
         None,
         ge=0,
         le=MAX_INT,
-        description="The most tokens to generate, 16 if it is left out; 0: only the prompt is computed, "
-        "where `echo` or `prompt_logprobs` ask for it.",
+        description="Maximum tokens to generate, default 16; 0, with `echo` or `prompt_logprobs`: only the "
+        "prompt is computed.",
     )
-    echo: bool | None = Field(None, description="Begin each answer with its prompt; so do its `logprobs`.")
-    logprobs: int | None = Field(None, ge=0, le=5, description="How many of the likeliest tokens to list.")
+    echo: bool | None = Field(None, description="Begin each answer, and its `logprobs`, with the prompt.")
+    logprobs: int | None = Field(None, ge=0, le=5, description="Return this many of the likeliest tokens.")
     suffix: str | None = Field(None, description="Not supported; must be empty.")
     best_of: int | None = Field(None, ge=1, le=128, description="Not supported; must be `n`.")
 
     def answer_spec(self, dialect: Dialect) -> AnswerSpec:
-        """Return the specification of the answer.
-
-        Raises:
-            RequestError: the body contradicts itself or wants what is not supported.
-        """
+        """Translate the body. Raises RequestError."""
         self._check()
         sampling = self.sampling(self.logprobs)
         if self.echo and self.logprobs is not None:
@@ -68,7 +62,13 @@ class CompletionBody(Body):
             dialect=dialect,
             requests=[
                 GenerationRequest(
-                    *(self.model, prompt, params, guide, keep_alive_s, self.pace, self.first_token_target),
+                    self.model,
+                    prompt,
+                    params,
+                    guide,
+                    keep_alive_s=keep_alive_s,
+                    tokens_per_s=self.pace,
+                    first_token_s=self.first_token_target,
                     is_batch=self.is_batch,
                 )
                 for prompt in prompts
@@ -85,12 +85,12 @@ class CompletionBody(Body):
             raise BadSampling("`suffix` is not supported; put it into the prompt, or leave it out")
         if self.best_of is not None and self.best_of != self.num_answers:
             raise BadSampling(
-                f"`best_of` must be the same as `n`: {self.num_answers}, given: {self.best_of}; leave it out"
+                f"`best_of` must be equal to `n`: {self.num_answers}, given: {self.best_of}; leave it out"
             )
         if self.echo and self.logprobs is not None and self.stream:
             raise BadSampling(
-                "`echo` with `logprobs` has those of the prompt, which come in one, not in a stream; leave "
-                "out one of the three"
+                "`echo` with `logprobs` includes those of the prompt, which cannot be streamed; leave one of "
+                "`echo`, `logprobs` and `stream` out"
             )
         if self.token_limit == 0:
             self._check_no_tokens()
@@ -98,11 +98,10 @@ class CompletionBody(Body):
     def _check_no_tokens(self) -> None:
         if not self.echo and self.prompt_logprobs is None:
             raise BadSampling(
-                "`max_tokens` of 0 leaves nothing to answer; ask for 1 at least, or for the prompt by `echo` "
-                "or `prompt_logprobs`"
+                "`max_tokens` of 0 needs `echo` or `prompt_logprobs`; set one of them, or at least 1 token"
             )
         if self.stream:
-            raise BadSampling("`max_tokens` of 0 leaves nothing to stream; leave out one or the other")
+            raise BadSampling("`max_tokens` of 0 leaves nothing to stream; leave `stream` out")
 
     def _prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):

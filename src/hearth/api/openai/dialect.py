@@ -1,4 +1,4 @@
-"""Chat and plain completions of OpenAI's API as dialects. Their streams are in `sse.py`."""
+"""Chat and plain completions of OpenAI's API as dialects; `sse.py` formats their streams."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ from hearth.text.tool_calls import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class CompletionDialect:
-    """Spells answers as OpenAI's completions are, of chat or plain, by their format."""
-
     format: AnswerFormat
     fingerprint: str
-    includes_usage: bool  #: in a stream; a whole answer always does
-    has_service_tier: bool  #: the client has named one, and is told which it got
-    prompt_logprobs: int | None = None  #: as they were asked for by that name
+    includes_usage: bool  #: in a stream; whole answers always include it
+    has_service_tier: bool  #: the client sent one
+    prompt_logprobs: int | None = None  #: as requested
 
     stream_type = SSE_TYPE
     waiting = WAITING
@@ -53,7 +51,7 @@ class CompletionDialect:
         return CompletionEvents(self.format, head, spec, streams, self.includes_usage)
 
     def _identity(self, kind: str, stream: AnswerStream) -> dict[str, object]:
-        """Return the fields that an answer and its chunks begin with; `stream`: of the first choice."""
+        """Return the first fields of an answer and its chunks; `stream`: of the first choice."""
         tier = {"service_tier": "flex" if stream.is_batch else "default"} if self.has_service_tier else {}
         return {
             "id": self.format.id_prefix + stream.request_id,
@@ -71,7 +69,12 @@ class CompletionDialect:
             prompt, sampling = choice.stream.prompt, spec.requests[0].sampling
             logprobs = partial(
                 echoed_logprobs,
-                *(choice.stream.tokenizer, prompt, _scores(choice), sampling, choice.deltas, len(echo)),
+                choice.stream.tokenizer,
+                prompt,
+                _scores(choice),
+                sampling,
+                choice.deltas,
+                num_echoed=len(echo),
             )
         elif spec.has_logprobs:
             logprobs = self.format.logprobs(choice.stream.tokenizer, choice.deltas, len(echo))
@@ -87,7 +90,7 @@ class CompletionDialect:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def _tells_prompt(self, format: AnswerFormat) -> bool:
-        """True if `prompt_logprobs` were asked for, in this format: vLLM has them in other places."""
+        """True if `prompt_logprobs` were requested in this format: their place differs, as in vLLM."""
         return self.prompt_logprobs is not None and self.format is format
 
     def _prompt_logprobs(self, choice: Choice) -> object:
@@ -98,7 +101,6 @@ class CompletionDialect:
 
 
 def _scores(choice: Choice) -> PromptLogprobs:
-    """Return the logprobs of a choice's prompt, which were asked for."""
     scores = None if choice.reading is None else choice.reading.logprobs
     assert scores is not None, f"the prompt of {choice.stream.request_id} was not read"
     return scores

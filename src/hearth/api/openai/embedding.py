@@ -1,7 +1,4 @@
-"""Embeddings in OpenAI's API: the body, turned into an answer's specification, and the dialect.
-
-Computes nothing.
-"""
+"""Embeddings in OpenAI's API: the body and the dialect."""
 
 from __future__ import annotations
 
@@ -24,12 +21,12 @@ from hearth.api.unread_fields import UnsupportedField
 from hearth.control.requests.generation import AnswerStream, GenerationRequest
 from hearth.core.types import Pooling, SamplingParams
 
-#: The most inputs of one request, as in OpenAI's API.
+#: As in OpenAI's API.
 MAX_INPUTS = 2048
 
 
 class EmbeddingBody(ModelBody):
-    """Texts whose embeddings are wanted: the hidden states of a model behind its last norm, pooled."""
+    """Texts to embed: the hidden states after the last norm of the model, pooled."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.EMBEDDING
 
@@ -43,18 +40,20 @@ class EmbeddingBody(ModelBody):
         None, description="`base64`: little-endian float32 numbers."
     )
     pooling: Literal["last", "mean"] | None = Field(
-        None, description="The hidden state of the last token, as vLLM takes it, or the mean over all."
+        None, description="The hidden state of the last token, as in vLLM, or the mean over all."
     )
 
     def answer_spec(self, dialect: Dialect) -> AnswerSpec:
-        """Return the specification of the answer, a choice for each input."""
+        """Translate the body; each input is a choice."""
         sampling = SamplingParams(temperature=0.0, max_tokens=0)
         keep_alive_s, pooling = self.keep_alive_s(), Pooling(self.pooling or Pooling.LAST)
         return AnswerSpec(
             dialect=dialect,
             requests=[
                 GenerationRequest(
-                    *(self.model, one, sampling),
+                    self.model,
+                    one,
+                    sampling,
                     keep_alive_s=keep_alive_s,
                     first_token_s=self.first_token_target,
                     is_batch=self.is_batch,
@@ -77,8 +76,6 @@ class EmbeddingBody(ModelBody):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingDialect:
-    """Spells embeddings as OpenAI's API does."""
-
     is_base64: bool
 
     stream_type = SSE_TYPE

@@ -1,4 +1,4 @@
-"""Logprobs in the forms that OpenAI's API has for them, and in vLLM's for a prompt. Computes none."""
+"""Formats logprobs as in OpenAI's API, and those of prompts as in vLLM."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hearth.core.types import PromptLogprobs, SamplingParams, TokenLogprob
 from hearth.text.detokenizer import Detokenizer
 from hearth.text.tokenizer import Tokenizer
 
-#: Stands for minus infinity, which JSON cannot spell; OpenAI does the same.
+#: Stands for minus infinity, which JSON lacks; as in OpenAI's API.
 LEAST = -9999.0
 
 
 def chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> object:
-    """Return the logprobs of tokens as chat has them; it echoes nothing, unlike `completion_logprobs`."""
+    """Format logprobs for chat, which never echoes; `num_echoed` is for `completion_logprobs`."""
     return {"content": token_logprobs(tokenizer, deltas), "refusal": None}
 
 
 def token_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta]) -> list[object]:
-    """Return an object per token, as chat and responses have them."""
+    """Return an object per token, for chat and responses."""
     content: list[object] = []
     for delta in deltas:
         if delta.logprobs is not None:
@@ -31,7 +31,7 @@ def token_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta]) -> list[o
 
 
 def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> object:
-    """Return the logprobs of tokens as completions have them, behind a prompt of `num_echoed` characters."""
+    """Format logprobs for completions, after an echoed prompt of `num_echoed` characters."""
     return _columns(_output_rows(tokenizer, deltas, num_echoed))
 
 
@@ -43,9 +43,9 @@ def echoed_logprobs(
     deltas: Sequence[TokenDelta],
     num_echoed: int,
 ) -> object:
-    """Return the logprobs of a prompt and of the tokens behind it, as completions that echo have them.
+    """Format the logprobs of a prompt and its answer, for completions with `echo`.
 
-    Where the text that was sent spells the prompt's tokens otherwise, `text_offset` ends with that text.
+    `text_offset` never exceeds the echoed text, which may differ from the text of the prompt's tokens.
     """
     detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens)
     rows, num_chars, num_top = list[_ScoredToken](), 0, sampling.logprobs or 0
@@ -63,7 +63,7 @@ def echoed_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: PromptLogprobs, num_top: int
 ) -> object:
-    """Return the logprobs of a prompt as vLLM has them: by token id, the prompt's own first."""
+    """Format the logprobs of a prompt as vLLM does: by token id, the prompt's own first."""
     told: list[object] = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
         own = {token: (score.logprob, score.rank)}
@@ -114,7 +114,7 @@ def _columns(rows: Sequence[_ScoredToken]) -> object:
 
 
 def _best(tokenizer: Tokenizer, token: int, logprob: float, top: Sequence[TokenLogprob]) -> dict[str, float]:
-    """Return the most likely tokens, and the chosen one if it is not among them."""
+    """Return the most likely tokens, and the chosen one in any case."""
     best = {_name(tokenizer, one.token_id): _bounded(one.logprob) for one in top}
     return best | {_name(tokenizer, token): _bounded(logprob)}
 
@@ -126,7 +126,7 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:
-    """Return the token's text; half a character is spelt in bytes, so that no two tokens have one name."""
+    """Return the token's text; incomplete characters as bytes, so that names are unique."""
     spelt = tokenizer.token_bytes(token)
     try:
         return spelt.decode()

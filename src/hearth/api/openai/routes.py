@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: models, completions, chat, embeddings. Understands no body: each has a type."""
+"""The routes of OpenAI's API: models, completions, chat and embeddings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.get("/models", summary="List the deployed models")
     async def list_models(request: Request) -> Response:
-        """An alias is listed as a model is. With the header `anthropic-version`, as Anthropic lists them."""
+        """Aliases are listed as models. With the header `anthropic-version`, in Anthropic's format."""
         named = [
             (name, view) for view in gateway.deployments.models(caller_of(request)) for name in view.names
         ]
@@ -52,21 +52,24 @@ def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     async def chat(body: ChatBody, request: Request) -> Response:
         return await answers.chat(body, dialect_of(body, CHAT, request), request)
 
-    @routes.post("/embeddings", summary="Turn texts into vectors")
+    @routes.post("/embeddings", summary="Embed texts")
     async def embed(body: EmbeddingBody, request: Request) -> Response:
         return await answers.embedding(body, EmbeddingDialect(body.encoding_format == "base64"), request)
 
     def dialect_of(body: Body, format: AnswerFormat, request: Request) -> CompletionDialect:
         fingerprint = f"fp_{gateway.deployments.model(body.model, caller_of(request)).digest[:12]}"
         return CompletionDialect(
-            *(format, fingerprint, body.includes_usage, body.service_tier is not None, body.prompt_logprobs)
+            format,
+            fingerprint,
+            includes_usage=body.includes_usage,
+            has_service_tier=body.service_tier is not None,
+            prompt_logprobs=body.prompt_logprobs,
         )
 
     return routes
 
 
 def _model(name: str, view: ModelView) -> dict[str, object]:
-    """Return a model under its name or one of its aliases."""
     return {
         "id": name,
         "object": "model",

@@ -1,7 +1,7 @@
-"""Turns the choices of an answer into server-sent events. Knows no connection.
+"""Formats the choices of an answer as server-sent events.
 
-This is the hot path: ten thousand tokens a second come through here, each an event of its own. So all that
-does not change is turned into bytes once per choice, and only a token's text is encoded when it comes.
+This is the hot path: ten thousand tokens a second, each an event of its own. So constant parts become bytes
+once per choice, and only the text of a token is encoded when it arrives.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hearth.core.errors import HearthError
 from hearth.core.types import FinishReason
 from hearth.text.tool_calls import ToolCall
 
-#: A client that is behind by more gets what waits as one event.
+#: More pending tokens are sent as one event.
 MAX_EVENTS = 8
 
 encode = msgspec.json.Encoder().encode
 
 
 class CompletionEvents:
-    """Turns the tokens of an answer into events. Mutable."""
+    """Mutable; one per answer."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class CompletionEvents:
 
 
 class _ChoiceEvents:
-    """Turns the tokens of one choice into events. Mutable."""
+    """Mutable; one per choice."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _ChoiceEvents:
         stream: AnswerStream,
         usage: bytes,
     ) -> None:
-        """Begin each event with `head` and end it with `usage`."""
+        """Each event begins with `head` and ends with `usage`."""
         self._stream = stream
         self._format = format
         self._has_logprobs = spec.has_logprobs
@@ -82,13 +82,13 @@ class _ChoiceEvents:
         self._usage = usage
         self._before = self._begin + format.before_text
         self._after = format.after_text + self._end
-        #: Tokens since the last event, whose logprobs the next event carries.
+        #: tokens since the last event; the next event has their logprobs
         self._unsent: list[TokenDelta] = []
-        self._num_echoed = 0  #: characters of the prompt that the answer began with
+        self._num_echoed = 0  #: characters of the echoed prompt
         self._num_calls = 0
 
     def first(self, echo: str = "") -> bytes:
-        """Return the events that a choice begins with; `echo`: its prompt, where that is asked for."""
+        """Return the first events of a choice; `echo`: its prompt, if requested."""
         parts = [] if self._format.first is None else [self._begin + self._format.first + self._end]
         if echo:
             self._num_echoed = len(echo)
@@ -96,7 +96,7 @@ class _ChoiceEvents:
         return b"".join(parts)
 
     def write(self, deltas: Sequence[TokenDelta]) -> bytes:
-        """Return the events for these tokens; none for tokens that add no text yet."""
+        """Return the events for these tokens; nothing for tokens that add no text yet."""
         if self._has_tools or self._has_logprobs:
             return self._write_more(deltas)
         if len(deltas) > MAX_EVENTS:

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, translated into that of a chat. Generates nothing and stores nothing."""
+"""The body of POST /v1/responses, translated to chat."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hearth.api.responses.items import (
 from hearth.api.unread_fields import UnsupportedField
 from hearth.core.errors import BadPrompt, BadSampling
 
-#: The value of `include` that asks for logprobs. All others ask for what tools of OpenAI have done.
+#: The value of `include` that requests logprobs; the others are about tools of OpenAI.
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
 
@@ -32,14 +32,14 @@ MAX_METADATA = 16
 def _functions_only(tool: object) -> object:
     if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function":
         raise ValueError(
-            f"only tools of type `function` can be called, given: {kind!r:.80}; offer it as a function that "
-            "your program carries out, or leave it out"
+            f"only tools of type `function` are supported, given: {kind!r:.80}; implement it as a function "
+            "of your program, or leave it out"
         )
     return tool
 
 
 def _few_pairs(metadata: object) -> object:
-    """Refuse too many pairs before any is looked at: the check of a mapping goes on after a fault."""
+    """Check the number first: pydantic validates a whole mapping even after a fault."""
     if isinstance(metadata, dict) and len(metadata) > MAX_METADATA:
         raise ValueError(f"at most {MAX_METADATA} pairs can be attached, given: {len(metadata)}; send fewer")
     return metadata
@@ -58,9 +58,9 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
     description: Text | None = None
-    strict: bool | None = Field(None, description="Accepted; the schema is always kept.")
+    strict: bool | None = Field(None, description="Accepted; the schema is always enforced.")
     schema_: dict[str, ParsedJson] | None = Field(
-        None, alias="schema", description="The schema that the output is held to."
+        None, alias="schema", description="The JSON schema of the output."
     )
 
     @model_validator(mode="after")
@@ -83,27 +83,25 @@ class TextConfig(Strict):
 
 class Reasoning(Strict):
     effort: Text | None = Field(
-        None, max_length=64, description="The template's variable `reasoning_effort`, if it reads one."
+        None, max_length=64, description="The variable `reasoning_effort` of the chat template."
     )
 
 
 class ResponseBody(GenerationBody):
-    """The body of a request for a response."""
-
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.RESPONSE
 
     input: Text | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_ITEMS)] = Field(
         description="A text, or the items of the conversation so far."
     )
-    instructions: Text | None = Field(None, description="What the system says first; not carried over.")
+    instructions: Text | None = Field(None, description="System prompt; not carried over to later responses.")
     previous_response_id: Text | None = Field(
-        None, max_length=256, description="A stored response that this one continues."
+        None, max_length=256, description="The stored response to continue."
     )
     store: bool | None = Field(
-        None, description="Keep the response in memory for a while. Only true does, unlike at OpenAI."
+        None, description="Store the response in memory for a while; default: false, unlike OpenAI."
     )
     max_output_tokens: int | None = Field(
-        None, ge=1, le=MAX_INT, description="The most tokens to generate; without, all that fit."
+        None, ge=1, le=MAX_INT, description="Maximum tokens to generate; default: all that fit."
     )
     tools: (
         Annotated[
@@ -111,26 +109,26 @@ class ResponseBody(GenerationBody):
             Field(fail_fast=True, max_length=128),
         ]
         | None
-    ) = Field(None, description="What the model may call.")
+    ) = Field(None, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Whether one answer may hold several calls.")
-    text: TextConfig | None = Field(None, description="What the output is held to.")
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls in one answer.")
+    text: TextConfig | None = Field(None, description="The format of the output.")
     reasoning: Reasoning | None = None
     include: Annotated[list[Text], Field(fail_fast=True, max_length=64)] | None = Field(
-        None, description=f"`{LOGPROBS}`: tell the logprob of each token."
+        None, description=f"`{LOGPROBS}`: return the logprob of each token."
     )
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="Tell the logprobs of so many of the likeliest tokens."
+        None, ge=0, le=20, description="Return this many of the likeliest tokens."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="Accepted; a conversation that is too long is refused, never cut."
+        None, description="Accepted; conversations that are too long are refused, never cut."
     )
     metadata: Annotated[
         dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]] | None,
         BeforeValidator(_few_pairs),
-    ] = Field(None, description=f"Up to {MAX_METADATA} pairs that are returned with the response.")
+    ] = Field(None, description=f"Up to {MAX_METADATA} pairs, returned with the response.")
     chat_template_kwargs: dict[str, ParsedJson] | None = Field(
-        None, description="Further variables of the chat template."
+        None, description="Additional variables of the chat template."
     )
 
     @property
@@ -214,7 +212,9 @@ class ResponseBody(GenerationBody):
                 f"{self.max_output_tokens}; raise `max_output_tokens` or lower `min_tokens`"
             )
         if self.tool_choice not in (None, "none", "auto") and self.format.type != "text":
-            raise BadSampling("`tool_choice` demands a call and `text.format` another output; leave one out")
+            raise BadSampling(
+                "`tool_choice` requires a call, but `text.format` another format; leave one out"
+            )
         named = (self.chat_template_kwargs or {}).get("reasoning_effort", self.effort)
         if self.effort not in (None, named):
             raise BadPrompt(

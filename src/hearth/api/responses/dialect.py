@@ -1,4 +1,4 @@
-"""OpenAI's responses as a dialect: the object that an answer becomes. Its stream is in `events.py`."""
+"""OpenAI's responses as a dialect; `events.py` formats their streams."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ ID_PREFIX = "resp_"
 
 @dataclass(frozen=True, slots=True)
 class ResponseDialect:
-    """Spells the answer to one request as a response."""
-
-    echo: Mapping[str, object]  #: the fields that are repeated from the request
+    echo: Mapping[str, object]  #: fields repeated from the request
     created_at_s: float
-    #: Stores a response, of this id, of a model and in JSON, and returns if there is room; None: it is not to
-    #: be stored.
+    #: stores a response by id, model and JSON; returns False if it is too large; None: do not store
     keep: Callable[[str, str, bytes], bool] | None = None
 
     stream_type = SSE_TYPE
     waiting = WAITING
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
-        """Return what the stream of the same tokens would end with."""
+        """Return the response of the last event of a stream of the same tokens."""
         (choice,) = choices
         events = ResponseEvents(self, spec, choice.stream)
         events.write(0, choice.deltas)
@@ -41,7 +38,6 @@ class ResponseDialect:
         return ResponseEvents(self, spec, stream)
 
     def response(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]:
-        """Return the response as it is now, as a value that becomes JSON."""
         return {
             "id": ID_PREFIX + stream.request_id,
             "object": "response",
@@ -60,7 +56,7 @@ class ResponseDialect:
         }
 
     def ended(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]:
-        """Return a response that has come to its end, stored if that was asked for and there is room."""
+        """Return the final response, and store it if requested."""
         response = self.response(stream, state)
         if self.keep is not None:
             spelt = msgspec.json.encode(response)
@@ -73,7 +69,7 @@ def _usage(usage: TokenUsage) -> dict[str, object]:
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.num_output_tokens,
-        # Thoughts are a part of the text here: nobody tells them apart.
+        # Reasoning is part of the text.
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
     }

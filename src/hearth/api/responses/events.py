@@ -1,7 +1,7 @@
-"""Turns the answer to a request of /v1/responses into server-sent events. Knows no connection.
+"""Formats an answer of /v1/responses as server-sent events.
 
-A hot path as that of `openai/sse.py` is, and done in the same way: all of an event but its text and number is
-turned into bytes once. An answer becomes items, one after the other: a message for text, and one per call.
+A hot path like `openai/sse.py`: everything but the text and number of an event becomes bytes once. An answer
+is a sequence of items: a message for text, and one item per call.
 """
 
 from __future__ import annotations
@@ -26,23 +26,19 @@ from hearth.text.tool_calls import ToolCall
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 encode = msgspec.json.Encoder().encode
 
-#: What stands between the text of an event that adds some and its number, and behind that.
+#: Between the text and the number of a text event, and after the number.
 _BEFORE_NUMBER, _END = b',"logprobs":[],"sequence_number":', b"}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseState:
-    """A response at one moment: its status, and all that has come of it until then."""
-
     status: Status
     output: Sequence[object] = ()
-    usage: TokenUsage | None = None  #: None: it has not ended
+    usage: TokenUsage | None = None  #: None: still running
     error: object = None
 
 
 class ResponseSpelling(Protocol):
-    """Spells the response that events are about."""
-
     def response(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]: ...
 
     def ended(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]: ...
@@ -50,15 +46,15 @@ class ResponseSpelling(Protocol):
 
 @dataclass(slots=True)
 class _OpenMessage:
-    """A message to which text is being added. Mutable; written by `ResponseEvents`."""
+    """An incomplete message. Mutable; written by `ResponseEvents`."""
 
-    before_text: bytes  #: what an event begins with that adds text
+    before_text: bytes  #: the beginning of a text event
     texts: list[str] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
 
 
 class ResponseEvents:
-    """Turns the tokens of an answer into events. Mutable."""
+    """Mutable; one per answer."""
 
     def __init__(self, spelling: ResponseSpelling, spec: AnswerSpec, stream: AnswerStream) -> None:
         self._spelling = spelling
@@ -68,9 +64,9 @@ class ResponseEvents:
         self._reader = ChoiceReader(spec.tool_use)
         self._num_events = 0
         self._finish_reason: FinishReason | None = None
-        self._output: list[object] = []  #: items that are whole
-        self._message: _OpenMessage | None = None  #: the item that comes next; None: none has begun
-        #: Tokens since the last event, whose logprobs the next text carries. Those of calls are not told.
+        self._output: list[object] = []  #: complete items
+        self._message: _OpenMessage | None = None  #: the open item
+        #: tokens since the last event; the next text has their logprobs, calls have none
         self._unsent: list[TokenDelta] = []
 
     def first(self, echoes: Sequence[str]) -> bytes:
@@ -79,7 +75,7 @@ class ResponseEvents:
         return self._event("response.created", begin) + self._event("response.in_progress", begin)
 
     def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
-        """Return the events for these tokens; none for tokens that add no text yet."""
+        """Return the events for these tokens; nothing for tokens that add no text yet."""
         self._finish_reason = deltas[-1].finish_reason
         if not self._is_plain:
             return self._write_more(deltas)
@@ -103,14 +99,14 @@ class ResponseEvents:
         return ending + self._event(f"response.{self._status}", b'"response":' + encode(response))
 
     def end(self, usage: TokenUsage) -> dict[str, object]:
-        """Return the response that `last` would end the stream with."""
+        """Return the response in the last event of the stream."""
         self._end_output()
         return self._spelling.ended(self._stream, ResponseState(self._status, self._output, usage))
 
     def failed(self, error: HearthError) -> bytes:
-        """Return the end of a response that failed, then the event at which clients raise an exception.
+        """Return the end of a failed response, and the event at which clients raise an exception.
 
-        OpenAI documents the latter with the error's fields in the event and sends them in an object inside.
+        The error's fields are in the event, as OpenAI documents, and in an object inside, as OpenAI sends.
         """
         fault = fault_of(error)
         kind = "server_error" if fault.status >= 500 else "invalid_prompt"
@@ -130,7 +126,7 @@ class ResponseEvents:
         return "incomplete" if self._finish_reason is FinishReason.LENGTH else "completed"
 
     def _write_more(self, deltas: Sequence[TokenDelta]) -> bytes:
-        """Return the events for these tokens, where some may be calls or have logprobs."""
+        """Like `write`, for answers with calls or logprobs."""
         one_by_one = self._has_logprobs or len(deltas) <= MAX_EVENTS
         events: list[bytes] = []
         for group in [[delta] for delta in deltas] if one_by_one else [deltas]:
@@ -153,7 +149,6 @@ class ResponseEvents:
         events += (message.before_text, encode(text), end)
 
     def _begin_message(self, events: list[bytes]) -> _OpenMessage:
-        """Begin a message and add the events that say so."""
         item = self._message_item("in_progress", [])
         place = b'"item_id":%b,"output_index":%d,"content_index":0,' % (encode(item["id"]), len(self._output))
         part = encode({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
@@ -164,7 +159,7 @@ class ResponseEvents:
         return self._message
 
     def _end_message(self, status: Literal["completed", "incomplete"]) -> bytes:
-        """Return the events at the end of the message that has begun, none if there is none."""
+        """End the open message, if any."""
         if self._message is None:
             return b""
         text, logprobs = "".join(self._message.texts), self._message.logprobs
@@ -182,7 +177,6 @@ class ResponseEvents:
         return events
 
     def _call(self, call: ToolCall) -> bytes:
-        """Return all events of a call, which comes as one."""
         events = self._end_message("completed")
         index = len(self._output)
         item = {
@@ -204,7 +198,7 @@ class ResponseEvents:
         return events
 
     def _end_output(self) -> bytes:
-        """End the last item; an answer that says nothing is a message without text."""
+        """End the last item; an empty answer is a message without text."""
         events: list[bytes] = []
         if self._message is None and not self._output:
             self._begin_message(events)
@@ -224,7 +218,7 @@ class ResponseEvents:
         return self._event(f"response.output_item.{change}", place)
 
     def _event(self, kind: str, inside: bytes) -> bytes:
-        """Return an event and count it; `inside`: the fields of its object, as JSON."""
+        """Return a numbered event; `inside`: the fields of its object, as JSON."""
         number, name = self._num_events, kind.encode()
         self._num_events += 1
         return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%d}\n\n' % (name, name, inside, number)

@@ -1,7 +1,7 @@
-"""The items of a conversation as /v1/responses has them, and the messages that they are. Renders nothing.
+"""The items of a conversation in /v1/responses, and their translation to messages.
 
-A message of chat holds the text and the calls of one turn; here each is an item of its own. Items that the
-service sends can be sent back to it as they are.
+A message of chat has the text and the calls of one turn; here each is an item. Clients can send back the
+items of a response unchanged.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hearth.api.body import Strict, Text
 from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
 from hearth.core.errors import BadPrompt
 
-#: The most items of a conversation, those of earlier responses included, and the most calls in a row. With
-#: instructions they are as many messages, and calls of one, as chat takes.
+#: Items of a conversation, earlier responses included, and consecutive calls: with instructions, as many
+#: messages, and calls per message, as chat allows.
 MAX_ITEMS = 16_383
 MAX_CALLS = 128
 
@@ -28,20 +28,20 @@ _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 def _known_part(part: object) -> object:
     if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind not in _PARTS:
         raise ValueError(
-            f"only parts of text (`input_text`, `output_text`) are read, given: {kind!r:.80}; send text"
+            f"only parts of text (`input_text`, `output_text`) are supported, given: {kind!r:.80}; send text"
         )
     return part
 
 
 def _known_item(item: object) -> object:
     if not isinstance(item, dict):
-        raise ValueError(f"an item is an object, given: {type(item).__name__}; send a message")
+        raise ValueError(f"an item must be an object, given: {type(item).__name__}; send a message")
     if (kind := _kind(item)) not in _ITEMS:
         known = ", ".join(f"`{one}`" for one in _ITEMS)
         given = repr(kind[:80]) if isinstance(kind, str) else type(kind).__name__
         raise ValueError(
-            f"only items of the types {known} are read, given: {given}; send what it says as a message, or "
-            "leave it out"
+            f"only items of the types {known} are supported, given: {given}; send it as a message, or leave "
+            "it out"
         )
     return item
 
@@ -75,8 +75,6 @@ ItemId = Annotated[Text, Field(max_length=256)]
 
 
 class MessageItem(Strict):
-    """A message of somebody."""
-
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
@@ -93,8 +91,6 @@ class MessageItem(Strict):
 
 
 class FunctionCallItem(Strict):
-    """A call that the model has made."""
-
     type: Literal["function_call"]
     call_id: ItemId
     name: Text
@@ -113,8 +109,6 @@ class FunctionCallItem(Strict):
 
 
 class FunctionOutputItem(Strict):
-    """The outcome of a call."""
-
     type: Literal["function_call_output"]
     call_id: ItemId
     output: Content
@@ -132,7 +126,7 @@ class FunctionOutputItem(Strict):
 
 
 class ReasoningItem(Strict):
-    """The thoughts of a model elsewhere, where a conversation has begun: accepted and left out."""
+    """Reasoning of another model: accepted and dropped."""
 
     type: Literal["reasoning"]
 
@@ -152,24 +146,20 @@ _STORED: TypeAdapter[list[Item]] = TypeAdapter(list[InputItem])
 
 
 def from_stored(items: object) -> list[Item]:
-    """Return items that were stored, or sent by the service itself."""
     return _STORED.validate_python(items)
 
 
 def as_stored(items: Iterable[Item], id_prefix: str) -> list[dict[str, object]]:
-    """Return items as values of JSON, each with an id of its own or one that begins with `id_prefix`."""
+    """Return items for JSON, each with its own id or one with `id_prefix`."""
     kept = (item for item in items if not isinstance(item, ReasoningItem))
     return [item.as_stored(f"{id_prefix}_{index}") for index, item in enumerate(kept)]
 
 
 def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[str, object]]:
-    """Return the messages of a conversation, as a body of chat has them.
+    """Return the messages of a conversation for chat. Raises BadPrompt.
 
-    Calls belong to the message of the assistant before them. Instructions become one with the system's words
-    at the beginning: many templates know a single message of the system there.
-
-    Raises:
-        BadPrompt: more calls in a row than one message can hold.
+    Calls are added to the assistant message before them. Instructions are merged with a system message at the
+    beginning: many templates support only one.
     """
     messages: list[dict[str, object]] = []
     if instructions:
@@ -204,9 +194,9 @@ def _add_call(message: dict[str, object], item: FunctionCallItem) -> None:
 
 
 def check_arguments(items: Sequence[Item], earlier: Sequence[Item]) -> None:
-    """Raise BadPrompt for calls whose arguments are no JSON objects, or have too many values together.
+    """Raise BadPrompt if arguments are not JSON objects, or have too many values in total.
 
-    Those of `earlier` items are objects, and count.
+    `earlier` items were checked before, but count.
     """
     called = (item for item in (*earlier, *items) if isinstance(item, FunctionCallItem))
     written = b",".join(call.arguments.encode() for call in called)
@@ -214,7 +204,7 @@ def check_arguments(items: Sequence[Item], earlier: Sequence[Item]) -> None:
         try:
             count_values(written)
         except TooManyValues as error:
-            raise BadPrompt(f"`input`: in the `arguments` of calls {error}") from error
+            raise BadPrompt(f"`input`: `arguments` of calls: {error}") from error
     for index, call in enumerate(items):
         if not isinstance(call, FunctionCallItem):
             continue

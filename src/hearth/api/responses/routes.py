@@ -1,4 +1,4 @@
-"""The routes of OpenAI's responses: create, and look after what was stored. Generates nothing itself."""
+"""The routes of OpenAI's responses: create, show, list and delete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_LISTED = 100
 def response_routes(gateway: Gateway, answers: Answers, store: ResponseStore) -> APIRouter:
     routes = APIRouter(prefix="/v1/responses", tags=["OpenAI"], route_class=JsonRoute)
 
-    @routes.post("", summary="Answer a conversation, and store the answer if asked", responses=STREAM_OR_JSON)
+    @routes.post("", summary="Answer a conversation; optionally store the answer", responses=STREAM_OR_JSON)
     async def create_response(body: ResponseBody, request: Request) -> Response:
         caller = caller_of(request)
         before: list[StoredResponse] = []
@@ -49,16 +49,16 @@ def response_routes(gateway: Gateway, answers: Answers, store: ResponseStore) ->
     @routes.get("/{response_id}", summary="Show a stored response")
     async def show_response(response_id: str, request: Request, stream: bool = False) -> Response:
         if stream:
-            raise BadPrompt("`stream`: a stored response is sent whole; leave it out")
+            raise BadPrompt("`stream` is not supported for stored responses; leave it out")
         found = find(response_id, request)
         return Response(found.body, media_type="application/json")
 
-    @routes.delete("/{response_id}", summary="Forget a stored response")
+    @routes.delete("/{response_id}", summary="Delete a stored response")
     async def delete_response(response_id: str, request: Request) -> Response:
         store.remove(caller_of(request).group, find(response_id, request).id)
         return as_json({"id": response_id, "object": "response", "deleted": True})
 
-    @routes.get("/{response_id}/input_items", summary="List what a stored response was asked with")
+    @routes.get("/{response_id}/input_items", summary="List the input items of a stored response")
     async def list_input_items(
         response_id: str,
         request: Request,
@@ -77,7 +77,7 @@ def response_routes(gateway: Gateway, answers: Answers, store: ResponseStore) ->
         return found
 
     def check_models(responses: Sequence[StoredResponse], caller: Caller) -> None:
-        """Refuse, as if there were none, answers of models that only other keys of the group may use."""
+        """Hide responses of models that the caller's key may not use, though its group has them."""
         if not all(gateway.deployments.may_use(one.model, caller) for one in responses):
             raise store.unknown(responses[-1].id)
 
@@ -86,8 +86,6 @@ def response_routes(gateway: Gateway, answers: Answers, store: ResponseStore) ->
 
 @dataclass(frozen=True, slots=True)
 class _Translation:
-    """A request in the words of chat, and the way to spell its answer."""
-
     body: ChatBody
     dialect: ResponseDialect
 
@@ -97,7 +95,7 @@ def _translate(
 ) -> _Translation:
     if body.store and store.max_bytes == 0:
         raise BadPrompt(
-            "`store` is true and this service stores no responses (`service.response_store_bytes` is 0); "
+            "`store` is true, but this service stores no responses (`service.response_store_bytes` is 0); "
             "leave it out, and send the whole conversation as `input`"
         )
     items = b""
@@ -113,10 +111,9 @@ def _translate(
 
 
 def _page(items: Sequence[dict[str, object]], limit: int, after: str | None) -> dict[str, object]:
-    """Return the items after the one of that id, as a list of OpenAI's."""
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
-        raise BadPrompt(f"`after`: no item has the id `{after:.80}`; leave it out, or name one of the list")
+        raise BadPrompt(f"`after`: no item has the id `{after:.80}`; leave it out, or use a listed id")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
     return {

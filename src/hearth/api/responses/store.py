@@ -1,7 +1,7 @@
-"""Responses that were to be stored: in memory, for a while, each group's for itself. Generates nothing.
+"""Stored responses, in memory, by group.
 
-Nothing is written to disk. There is a limit for all, and when it is reached the group that holds the most
-loses what it has not used for longest: nobody can push out those who hold less.
+At the total limit, the group that holds the most loses its least recently used response, so that no group can
+evict the responses of smaller ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hearth.api.responses.items import Item, from_stored
 from hearth.control.requests.caller import GroupId
 from hearth.core.errors import UnknownResponse
 
-#: The most responses of one group, and how long one is kept that nobody asks for.
+#: Responses per group, and the time after its last use that one is kept.
 MAX_RESPONSES = 1024
 MAX_AGE_S = 24 * 3600.0
 #: Counted for each response besides its JSON.
@@ -25,22 +25,20 @@ OVERHEAD_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response and what it was asked with."""
-
     id: str
-    model: str  #: that has answered
+    model: str
     previous_id: str | None  #: the response that it continues
     body: bytes  #: the response, as JSON
-    input_items: bytes  #: of its request alone, as a list of JSON
-    used_s: float = 0.0  #: when it was stored, or last asked for
+    input_items: bytes  #: of its own request, as a JSON list
+    used_s: float = 0.0  #: when it was stored or last used
 
     @property
     def num_bytes(self) -> int:
         return len(self.body) + len(self.input_items) + OVERHEAD_BYTES
 
     def items(self) -> list[Item]:
-        """Return what was asked and answered."""
-        # Not by msgspec: the body repeats what its client sent, which may hold half characters.
+        """Return the items of input and output."""
+        # Not by msgspec: the body repeats what its client sent, which may hold lone surrogates.
         return from_stored(json.loads(self.input_items) + json.loads(self.body)["output"])
 
 
@@ -48,10 +46,10 @@ class ResponseStore:
     """Keeps responses by group and id. Mutable; used on the event loop alone."""
 
     def __init__(self, max_bytes: int, now_s: Callable[[], float] = time.monotonic) -> None:
-        """Keep at most `max_bytes` of all groups together; 0: none."""
+        """`max_bytes`: of all groups in total; 0: nothing is stored."""
         self.max_bytes = max_bytes
         self._now_s = now_s
-        #: Those not used for longest come first. A group that has none is not in it.
+        #: least recently used first; a group without responses is absent
         self._groups: dict[GroupId, OrderedDict[str, StoredResponse]] = {}
         self._bytes_by_group: dict[GroupId, int] = {}
 
@@ -60,7 +58,7 @@ class ResponseStore:
         return sum(self._bytes_by_group.values())
 
     def keep(self, group: GroupId, response: StoredResponse) -> bool:
-        """Keep a response, for which others may have to give way. Returns False if it is too large."""
+        """Store a response, evicting others if needed. Returns False if it is too large."""
         if response.num_bytes > self.max_bytes:
             return False
         self._drop_old()
@@ -74,23 +72,19 @@ class ResponseStore:
         return response.id in responses
 
     def find(self, group: GroupId, response_id: str) -> StoredResponse:
-        """Return a response of a group.
-
-        Raises:
-            UnknownResponse: the group has none of that id, or no longer.
-        """
+        """Return a response of a group. Raises UnknownResponse."""
         self._drop_old()
         return self._use(group, response_id)
 
     def conversation(self, group: GroupId, last_id: str) -> list[StoredResponse]:
-        """Return a response and all that it continues, the first one first; raises as `find` does."""
+        """Return a response and all that it continues, oldest first. Raises UnknownResponse."""
         found = [self.find(group, last_id)]
         while (previous_id := found[-1].previous_id) is not None:
             found.append(self._use(group, previous_id))
         return found[::-1]
 
     def remove(self, group: GroupId, response_id: str) -> None:
-        """Forget a response; raises as `find` does."""
+        """Raises UnknownResponse."""
         self.find(group, response_id)
         self._drop(group, response_id)
 
@@ -118,15 +112,14 @@ class ResponseStore:
             del self._groups[group], self._bytes_by_group[group]
 
     def unknown(self, response_id: str) -> UnknownResponse:
-        """Return the refusal of an id under which there is nothing, or nothing for the caller."""
         if self.max_bytes == 0:
             why = "this service stores none (`service.response_store_bytes` is 0)"
         else:
             why = (
-                "a response is stored only if it was asked for with `store: true`, until the service ends, "
-                f"for {MAX_AGE_S / 3600:g} h after it was last used, and up to {MAX_RESPONSES} of a key's "
-                f"group and {self.max_bytes} bytes of all (`service.response_store_bytes`)"
+                "responses are stored only with `store: true`, until the service stops, for "
+                f"{MAX_AGE_S / 3600:g} h after their last use, up to {MAX_RESPONSES} per group of keys and "
+                f"{self.max_bytes} bytes in total (`service.response_store_bytes`)"
             )
         return UnknownResponse(
-            f"no response is stored under `{response_id:.80}`: {why}; send the whole conversation as `input`"
+            f"no stored response `{response_id:.80}`: {why}; send the whole conversation as `input`"
         )
