@@ -125,7 +125,7 @@ _TRACED = (
     *((GraphTrial, name, f"trial {name}") for name in ("begin", "replay", "end")),
     *((PendingStep, "wait", "wait"), (Engine, "step", "step"), (TorchLimit, "follow", "torch limit")),
     *((GraphCapture, "capture", "capture"), (StepGraphs, "stand_in", "stand in: one part")),
-    *((KernelHandles, "learn", "learn"), (NativeRebuild, "timed", "native graph")),
+    *((KernelHandles, "learn", "learn"), (NativeRebuild, "__call__", "native graph")),
     *((StepLaunches, "get_behind", "get behind"), (PageTable, "make_real", "map pages")),
     *((SnapshotGraphs, "_empty", "destroy graphs"), (GatewayLink, "send", "send"), (Reports, "pong", "pong")),
 )

@@ -154,13 +154,6 @@ def test_bytes_that_lie_anywhere_are_taken(example: GraphNodes) -> None:
     assert meaning_of(process.built(memoryview(packed)[3:])) == meaning_of(example)
 
 
-def test_the_parts_of_a_graphs_time_are_told(example: GraphNodes) -> None:
-    process = Process("native", example)
-    restored, times = process.rebuild.timed(memoryview(example.pack()), process.functions)
-    assert restored.num_nodes == len(example.nodes)
-    assert min(times.nodes_s, times.attributes_s, times.edges_s, times.instantiate_s) > 0.0
-
-
 def test_without_a_compiler_there_is_none_which_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

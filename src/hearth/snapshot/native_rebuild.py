@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -52,22 +51,12 @@ def _reason(error: OSError) -> str:
     return str(error).partition("\n")[0].replace("`", "")
 
 
-@dataclass(frozen=True, slots=True)
-class RebuildTimes:
-    nodes_s: float
-    attributes_s: float
-    edges_s: float
-    instantiate_s: float
-    destroy_s: float
-
-
 class _Rebuilt(ctypes.Structure):
     _fields_ = (
         ("executable", ctypes.c_void_p),
         ("num_nodes", ctypes.c_uint64),
         ("call", ctypes.c_int32),
         ("code", ctypes.c_int32),
-        *((name, ctypes.c_double) for name in RebuildTimes.__slots__),
     )
 
 
@@ -101,12 +90,6 @@ class NativeRebuild:
             return None
 
     def __call__(self, packed: memoryview, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
-        return self.timed(packed, functions)[0]
-
-    def timed(
-        self, packed: memoryview, functions: npt.NDArray[np.uint64]
-    ) -> tuple[RestoredGraph, RebuildTimes]:
-        """Rebuild a graph, and return how long the phases took."""
         result, context, data = _Rebuilt(), self._driver.enter_context(), _aligned(packed)
         outcome = self._function(
             self._calls,
@@ -124,8 +107,7 @@ class NativeRebuild:
             raise AssertionError(f"a graph that Python can read is damaged to C: {len(packed)=}")
         if outcome != _BUILT:
             raise MemoryError(f"no memory for the handles of a graph of {len(packed)} bytes")
-        times = RebuildTimes(*(getattr(result, name) for name in RebuildTimes.__slots__))
-        return RestoredGraph(self._driver, result.executable or 0, result.num_nodes), times
+        return RestoredGraph(self._driver, result.executable or 0, result.num_nodes)
 
 
 def _aligned(packed: memoryview) -> npt.NDArray[np.uint8]:
