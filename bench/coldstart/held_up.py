@@ -60,8 +60,7 @@ from hearth.models.dtypes import DTYPES
 from hearth.models.weights import bind
 from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
 from hearth.snapshot.kernel_handles import KernelHandles
-from hearth.snapshot.native_rebuild import CALLS, NativeRebuild, _Rebuilt
-from hearth.snapshot.rebuild import RestoredGraph
+from hearth.snapshot.native_rebuild import CALLS, NativeRebuild, RestoredGraph, _Rebuilt
 from hearth.snapshot.restored_graphs import RestoredGraphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import CudaDriver

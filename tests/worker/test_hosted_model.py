@@ -195,21 +195,6 @@ def test_models_whose_products_of_eight_bits_lack_scratch_are_told_of_and_counte
     assert sum("fallback eight_bit_products=" in line for line in caplog.messages) == 1
 
 
-def test_models_whose_graphs_are_restored_in_python_are_counted(
-    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.gate.open()
-    bench.gateway.load("a", model)
-    assert bench.gateway.ping().fallbacks["graphs_restored_in_python"] == 0
-
-    graphs = SimpleNamespace(num_interpreted=3, num_unrestored=0, num_restored=0, captured={})
-    with monkeypatch.context() as patch:  # a CPU has none
-        patch.setattr(Runner, "graphs", property(lambda _: graphs), raising=False)
-        assert bench.gateway.ping().fallbacks["graphs_restored_in_python"] == 1
-
-    assert bench.gateway.ping().fallbacks["graphs_restored_in_python"] == 1, "a counter never counts back"
-
-
 def test_weights_that_are_on_their_way_have_memory_but_are_not_there_yet(bench: Bench, model: Path) -> None:
     bench.gateway.host("a", model)
     bench.gate.next()

@@ -106,7 +106,7 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
         )
     if has_cuda and (obstacle := native_obstacle()) is not None:
         notes.append(
-            "graphs of snapshots are restored node by node in Python, beside which models answer later: "
+            "graphs of snapshots are captured again instead of restored, so models start more slowly: "
             f"{obstacle}; install a C compiler (cc)"
         )
     if (spin_reason := wait_policy().spin_reason) is not None:

@@ -45,7 +45,6 @@ class GraphSource(Protocol):
     """The graphs of a snapshot. Another thread restores them one by one, the steps' thread asks."""
 
     num_failed: int  #: graphs that could not be restored
-    num_interpreted: int  #: graphs that were restored node by node, in Python
 
     def find(self, key: str) -> StepGraph | None:
         """Return a graph that is restored."""
@@ -121,11 +120,6 @@ class StepGraphs:
     def num_unrestored(self) -> int:
         """How many graphs of the snapshot could not be restored, and are captured instead."""
         return 0 if self._source is None else self._source.num_failed
-
-    @property
-    def num_interpreted(self) -> int:
-        """How many graphs of the snapshot were restored node by node, for want of native code."""
-        return 0 if self._source is None else self._source.num_interpreted
 
     def restore_from(self, source: GraphSource) -> None:
         """Use the graphs of a snapshot where nothing is captured yet."""

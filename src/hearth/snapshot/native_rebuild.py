@@ -1,6 +1,7 @@
-"""CUDA graphs rebuilt from packed bytes by one call of native code each (`native_rebuild.c`).
+"""CUDA graphs rebuilt from packed bytes, in another process than the one that captured them.
 
-The call releases the interpreter for steps of other models. Without a C compiler `rebuild.py` does the same.
+Each takes one call of native code (`native_rebuild.c`), which releases the interpreter for steps of other
+models. A restored graph uses the captured addresses; nothing here checks them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
-from hearth.snapshot.rebuild import RestoredGraph
 from hearth.system.cuda.graphs import CudaGraphs
 from hearth.system.native_code import native_library
 
@@ -60,10 +61,26 @@ class _Rebuilt(ctypes.Structure):
     )
 
 
+class RestoredGraph:
+    """An executable graph, destroyed with this object."""
+
+    def __init__(self, driver: CudaGraphs, executable: int, num_nodes: int) -> None:
+        self._driver, self._executable = driver, executable
+        self.num_nodes = num_nodes
+
+    def launch(self, stream: int) -> None:
+        self._driver.launch(self._executable, stream)
+
+    def replay(self) -> None:
+        """Launch the graph on torch's current stream."""
+        self.launch(torch.cuda.current_stream().cuda_stream)
+
+    def __del__(self) -> None:
+        self._driver.destroy_executable(self._executable)
+
+
 class NativeRebuild:
     """Native code that rebuilds graphs. Threads may call it at the same time."""
-
-    is_native = True
 
     def __init__(self, driver: CudaGraphs, library: ctypes.CDLL) -> None:
         self._driver = driver
@@ -86,10 +103,16 @@ class NativeRebuild:
             return NativeRebuild(driver, native_library(_SOURCE, cache))
         except OSError as error:
             remedy = "install a C compiler (cc)"
-            log.warning("fallback restore=interpreted reason=`%s` remedy=`%s`", _reason(error), remedy)
+            log.warning("fallback graphs=captured reason=`%s` remedy=`%s`", _reason(error), remedy)
             return None
 
     def __call__(self, packed: memoryview, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
+        """Rebuild a graph whose kernels have these `functions`, in the order in which it names them.
+
+        Raises:
+            DeviceError: the driver rejects a node or the graph.
+            GraphUnreadable: the bytes are not those of a graph.
+        """
         result, context, data = _Rebuilt(), self._driver.enter_context(), _aligned(packed)
         outcome = self._function(
             self._calls,

@@ -15,7 +15,7 @@ from hearth.snapshot.graph_names import GRAPH_PREFIX, graph_names, kind_of, num_
 from hearth.snapshot.graph_nodes import Address, KernelId, packed_kernels
 from hearth.snapshot.graph_reader import read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
-from hearth.snapshot.rebuild import Rebuild, RestoredGraph
+from hearth.snapshot.native_rebuild import NativeRebuild, RestoredGraph
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import MEMORYTYPE_HOST
 from hearth.system.cuda.graphs import CudaGraphs
@@ -89,7 +89,6 @@ class RestoredGraphs:
         self._function_by_kernel: dict[bytes, int] = {}  #: by packed kernel; graphs share most of theirs
         self._num_rehearsed, self._rehearsal_s = 0, 0.0
         self.num_failed = 0  #: graphs that could not be restored
-        self.num_interpreted = 0  #: graphs that were restored in Python
         self._go_on, self._destroy = go_on, destroy
         # The smallest first: a model begins with one request at a time.
         names = sorted(graph_names(sections), key=num_rows_of)
@@ -137,15 +136,19 @@ class RestoredGraphs:
             self._destroy(graphs)
 
     def restore(
-        self, rebuild: Rebuild, rehearse: Callable[[str], None], give_way: Callable[[], None]
+        self, rebuild: NativeRebuild | None, rehearse: Callable[[str], None], give_way: Callable[[], None]
     ) -> None:
         """Restore all graphs that are coming.
 
-        A graph that cannot be restored is skipped, and captured when it is needed. `give_way` is called
-        before each graph, and blocks while other threads need the interpreter more. `rehearse` shows to
-        `handles` the library kernels that the named graph needs: where some are unknown, and for the first
-        graph of each kind.
+        A graph that cannot be restored is skipped and captured when it is needed: all of them if `rebuild` is
+        None, without a C compiler. `give_way` is called before each graph, and blocks while other threads
+        need the interpreter more. `rehearse` shows to `handles` the library kernels of the named graph: where
+        some are unknown, and for the first graph of each kind.
         """
+        if rebuild is None:  # logged when it could not be compiled
+            self.stop()
+            self._sections = {}  # closes the file
+            return
         began_s, tried, reasons = time.perf_counter(), list[str](), list[str]()
         coming = self._coming  # replaced by another dict once the graphs are not wanted
         shown = partial(self._rehearse, rehearse, give_up_s=began_s + MEMORY_PATIENCE_S)
@@ -165,7 +168,6 @@ class RestoredGraphs:
                 if functions is None:
                     break
                 self._restored[name] = rebuild(packed, functions)
-                self.num_interpreted += not rebuild.is_native
             except (DeviceError, KernelsMissing) as error:
                 reasons.append(f"{name}: {error}")
                 self.num_failed += 1

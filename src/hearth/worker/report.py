@@ -53,7 +53,6 @@ class Reports:
         #: whoever counts them never counts back.
         self._slow_models: set[ModelId] = set()
         self._uncaptured_models: set[ModelId] = set()  #: whose steps are not replayed; likewise
-        self._interpreted_models: set[ModelId] = set()  #: whose graphs were restored in Python; likewise
         self._cramped_models: set[ModelId] = set()  #: whose products of eight bits lack scratch; likewise
         self.num_uncaptured_starts = 0  #: starts of models whose first steps could not be captured ahead
         self._told: dict[ModelId, int] = {}
@@ -80,7 +79,6 @@ class Reports:
     def pong(self, number: int) -> Pong:
         usage = self._reclaimer.pool.usage()
         self._slow_models |= {model for model, one in self._hosted.items() if _attends_slowly(one)}
-        self._interpreted_models |= {model for model, one in self._hosted.items() if _is_interpreted(one)}
         self._uncaptured_models |= {model for model, one in self._hosted.items() if _is_uncaptured(one)}
         self._cramped_models |= {model for model, one in self._hosted.items() if _has_little_scratch(one)}
         return Pong(
@@ -102,7 +100,6 @@ class Reports:
                 "first_steps_not_captured": self.num_uncaptured_starts,
                 "staging": int(self._is_unstaged()),
                 "graphs_not_restored": sum(map(_num_unrestored, self._hosted.values())),
-                "graphs_restored_in_python": len(self._interpreted_models),
                 "snapshots_without_graphs": int(self._lacks_kept_graphs),
             },
             models=tuple(self._uses(usage.holdings)),
@@ -149,12 +146,6 @@ class Reports:
 def _num_unrestored(hosted: HostedModel) -> int:
     graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
     return 0 if graphs is None else graphs.num_unrestored
-
-
-def _is_interpreted(hosted: HostedModel) -> bool:
-    """Return True if graphs of the model were restored node by node, in Python."""
-    graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
-    return graphs is not None and graphs.num_interpreted > 0
 
 
 def _attends_slowly(hosted: HostedModel) -> bool:

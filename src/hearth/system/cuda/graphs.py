@@ -7,7 +7,7 @@ which names the calls without `_v2`; the library exports older versions under th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import NoReturn
 
@@ -86,7 +86,7 @@ _CALLS: dict[str, tuple[type, ...]] = {
     "cuGraphNodeGetType": (c_void_p, c_void_p),
     "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
     "cuGraphKernelNodeGetAttribute": (c_void_p, c_int, c_void_p),
-    "cuGraphKernelNodeSetAttribute": (c_void_p, c_int, ctypes.c_char_p),
+    "cuGraphKernelNodeSetAttribute": (c_void_p, c_int, c_void_p),
     "cuGraphKernelNodeCopyAttributes": (c_void_p, c_void_p),
     "cuGraphMemsetNodeGetParams": (c_void_p, c_void_p),
     "cuGraphMemcpyNodeGetParams": (c_void_p, c_void_p),
@@ -177,7 +177,7 @@ class CudaGraphs:
                 self._driver.call_each(call, calls)
         return values
 
-    # Building a graph.
+    # Graphs made here: empty ones, and executables that native code has built.
 
     def create(self) -> int:
         graph = c_void_p()
@@ -191,45 +191,11 @@ class CudaGraphs:
         self._driver.call_each("cuGraphAddKernelNode_v2", ((node, graph, None, 0, at) for node, at in calls))
         return nodes
 
-    def add_memset(self, graph: int, params: int) -> int:
-        """Add a node by the address of its `MEMSET_NODE`."""
-        node, context = c_void_p(), self._driver.context
-        self._driver.call("cuGraphAddMemsetNode", ctypes.byref(node), graph, None, 0, params, context)
-        return node.value or 0
-
-    def add_memcpy(self, graph: int, params: int) -> int:
-        """Add a node by the address of its `MEMCPY_NODE`."""
-        node, context = c_void_p(), self._driver.context
-        self._driver.call("cuGraphAddMemcpyNode", ctypes.byref(node), graph, None, 0, params, context)
-        return node.value or 0
-
-    def add_empty(self, graph: int) -> int:
-        node = c_void_p()
-        self._driver.call("cuGraphAddEmptyNode", ctypes.byref(node), graph, None, 0)
-        return node.value or 0
-
-    def set_attribute(self, node: int, attribute: int, value: bytes) -> None:
-        self._driver.call("cuGraphKernelNodeSetAttribute", node, attribute, value)
-
-    def copy_attributes(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy to the first node of each pair the attributes of the second, which has the same kernel."""
-        self._driver.call_each("cuGraphKernelNodeCopyAttributes", pairs)
-
-    def add_edges(self, graph: int, sources: Handles, targets: Handles, data: npt.NDArray[np.void]) -> None:
-        if len(sources):
-            arrays = (sources.ctypes.data, targets.ctypes.data, data.ctypes.data)
-            self._driver.call("cuGraphAddDependencies_v2", graph, *arrays, len(sources))
-
-    def instantiate(self, graph: int) -> int:
-        executable = c_void_p()
-        self._driver.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
-        return executable.value or 0
+    def destroy(self, graph: int) -> None:
+        self._driver.call("cuGraphDestroy", graph)
 
     def launch(self, executable: int, stream: int) -> None:
         self._driver.call("cuGraphLaunch", executable, stream)
-
-    def destroy(self, graph: int) -> None:
-        self._driver.call("cuGraphDestroy", graph)
 
     def destroy_executable(self, executable: int) -> None:
         self._driver.call("cuGraphExecDestroy", executable)
