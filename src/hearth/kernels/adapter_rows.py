@@ -62,8 +62,6 @@ class TargetFactors:
 
 @dataclass(frozen=True, slots=True)
 class AdapterGroup:
-    """The rows of a step that have the same adapter."""
-
     factors: Mapping[int, TargetFactors]  #: by target
     address: int  #: of its table on the device, [targets, TARGET_FIELDS]
     rows: npt.NDArray[np.int64]
@@ -143,7 +141,6 @@ def cut_adapter_shares(
 
 
 def _numbered(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return for each item its owner, and its index among the owner's items."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

@@ -252,7 +252,6 @@ def _prefill_hopper_kernel(
 
 @gluon.jit
 def _num_turns(num_tiles, NUM_Q: gl.constexpr, PACKED: gl.constexpr):
-    """Return the number of this program's items."""
     num_items = gl.load(num_tiles) * (NUM_Q // PACKED)
     num_programs = gl.num_programs(0)
     num_whole = num_items // num_programs
@@ -392,7 +391,6 @@ def _attend(
     PACKED: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Compute one half of each item's rows."""
     by_key: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     by_dim: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, by_dim, 2)

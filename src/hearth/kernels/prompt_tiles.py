@@ -34,8 +34,6 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class PromptTiles:
-    """The tiles of all spans of a step, as attention reads them."""
-
     #: int32 [capacity, TILE_FIELDS]: first row of the tile's span, tokens of the span, position of the span's
     #: first token in its sequence, first token of the tile within the span.
     items: torch.Tensor

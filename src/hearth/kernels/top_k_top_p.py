@@ -32,7 +32,6 @@ def rank_cutoff(
 def _rank(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, top_ks: Sequence[int]
 ) -> torch.Tensor:
-    """Return the cutoffs of rows whose temporaries fit in memory together."""
     vocab_size = logits.shape[-1]
     log_sum = logits.logsumexp(-1, keepdim=True) if max(top_ks) == vocab_size else None
     widths = _widths(top_ks, vocab_size, logits.device)
@@ -49,10 +48,8 @@ def _rank(
 
 
 def _widths(top_ks: Sequence[int], vocab_size: int, device: torch.device) -> tuple[int, ...]:
-    """Return how many logits to rank at the first and each further attempt, until the last is not kept.
-
-    A row without top-k may keep every token. The CPU tries few at first; elsewhere reading the result would
-    block on the device, so all are ranked at once.
+    """Return how many logits to rank at each attempt, until the last is not kept. The CPU tries few at first;
+    elsewhere reading the result would block on the device, so all are ranked at once.
     """
     widest = max((top_k for top_k in top_ks if top_k < vocab_size), default=0)
     if max(top_ks) < vocab_size:

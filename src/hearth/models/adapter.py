@@ -29,8 +29,6 @@ MAX_RANK, MAX_SLICES = 256, MAX_ADAPTER_SLICES
 
 
 class Projection(StrEnum):
-    """A linear layer of the decoder, in the order of the forward pass."""
-
     QKV = "qkv"
     O = "o"  # noqa: E741
     UP = "up"
@@ -41,7 +39,6 @@ _NUMBER_OF = {projection: number for number, projection in enumerate(Projection)
 
 
 def target_index(layer: int, projection: Projection) -> int:
-    """Return the row of a layer's projection in the table of an adapter."""
     return layer * len(_NUMBER_OF) + _NUMBER_OF[projection]
 
 
@@ -100,10 +97,7 @@ class FactorPlaces:
 
 @dataclass(frozen=True, slots=True)
 class RelativeTable:
-    """The table by which kernels find an adapter, with addresses relative to its layers.
-
-    Made when an adapter is looked up; loading it, between two steps, only adds addresses.
-    """
+    """The table by which kernels find an adapter; a load, between two steps, only adds addresses."""
 
     targets: array[int]  #: int64 [places]: `target_index` of each
     #: int64 [places, TARGET_FIELDS]: addresses are relative to the first byte of the layer.
@@ -114,7 +108,6 @@ class RelativeTable:
 
     @staticmethod
     def of(places: Iterable[FactorPlaces], begins: Mapping[int, int]) -> RelativeTable:
-        """Return the table of places, given the offset of each layer."""
         targets, fields, weights = array("q"), array("q"), [0] * len(_NUMBER_OF)
         row_weights = weights.copy()
         for place in places:
@@ -148,7 +141,6 @@ class AdapterLayout:
 
     @staticmethod
     def of(targets: Iterable[AdapterTarget], dtype: str) -> AdapterLayout:
-        """Lay out targets, which must be in forward order."""
         item_bytes = STORED_ITEM_BYTES[dtype]
         places: list[FactorPlaces] = []
         begins: dict[int, int] = {}

@@ -57,8 +57,6 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All canonical tensors of a model, in forward order."""
-
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
 
@@ -93,7 +91,6 @@ def _stored(arch: Arch, dtype: str, quantised: str | None) -> Iterator[tuple[str
 
 
 def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
-    """Yield names and shapes of tensors in forward order."""
     hidden, embed = arch.hidden_size, arch.embed_size
     yield "embed.weight", (arch.vocab_size, embed)
     if arch.position_offset is not None:

@@ -37,7 +37,6 @@ def read_partial_rope(fields: Fields, head_dim: int) -> Rope:
 
 
 def _parameters(fields: Fields) -> Fields:
-    """Return `rope_scaling` of transformers 4 or `rope_parameters` of 5; the older one wins."""
     return fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
 
 

@@ -116,10 +116,7 @@ NAMES: Mapping[str, NameMap] = {
 
 
 def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[str, TensorSource]:
-    """Find the parts of every canonical tensor among a checkpoint's names and shapes.
-
-    Raises BadCheckpoint for a tensor that is missing, has a wrong shape, or is left over.
-    """
+    """Find the parts of every tensor. Raises BadCheckpoint for a missing, misshapen or left over one."""
     names = NAMES[arch.family]
     prefix = _prefix(names, found)
     sources = {
@@ -141,7 +138,6 @@ def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[s
 
 
 def head_copy(arch: Arch, found: Mapping[str, Shape]) -> str | None:
-    """Return the name of a tied head that the checkpoint stores anyway; None: it does not."""
     if not arch.tied_head:
         return None
     return next(

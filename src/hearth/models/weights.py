@@ -65,8 +65,7 @@ class Weights:
 class WeightGate(Protocol):
     """Weights that are being loaded: a call makes the current stream wait for some, or raises."""
 
-    def is_open(self) -> bool:
-        """Return True once all weights are loaded."""
+    def is_open(self) -> bool: ...
 
     def embed(self) -> None: ...
 
@@ -76,7 +75,6 @@ class WeightGate(Protocol):
 
 
 def contiguous_places(layout: Layout, base: torch.Tensor) -> dict[str, TensorPlace]:
-    """Return the places of tensors in one buffer with the model's layout."""
     return {spec.name: TensorPlace(base, spec.offset) for spec in layout.tensors}
 
 

@@ -55,7 +55,6 @@ class Workspace:
 
     @staticmethod
     def num_bytes(arch: Arch, dtype: torch.dtype, size: StepSize, layers: range | None = None) -> int:
-        """Return the size of a workspace for `layers`; None: for all."""
         return workspace_bytes(arch.dimensions, _layers(arch, layers), name_of(dtype), size)
 
     @staticmethod

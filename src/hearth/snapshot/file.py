@@ -105,7 +105,6 @@ class OpenSnapshot(Mapping[str, memoryview]):
         self.close()
 
     def verify(self) -> None:
-        """Read all sections. Raises SnapshotCorrupt at the first that is damaged."""
         for name in self:
             self[name].release()
 
@@ -120,11 +119,8 @@ def write_snapshot(
     key: bytes,
     max_bytes: int | None = None,
 ) -> int:
-    """Write a file and return its size. If that fails, the file that was there before remains.
-
-    Raises:
-        StoreFull: the file would have more than `max_bytes`, or the disk is full.
-        SnapshotError: the file cannot be written.
+    """Write a file and return its size. If that fails, the file that was there before remains. Raises
+    StoreFull if the disk is full or the file would exceed `max_bytes`, and SnapshotError.
     """
     table = {name: _SectionEntry(len(data), blake3(data).digest()) for name, data in sections.items()}
     header = msgspec.msgpack.encode(_Header(fingerprint, table))
@@ -192,7 +188,6 @@ def open_snapshot(path: Path, key: bytes) -> OpenSnapshot:
 
 
 def _read_header(path: Path, file: int, file_bytes: int, key: bytes) -> tuple[_Header, int]:
-    """Return an authentic header, and where it ends. Raises SnapshotError as `open_snapshot` does."""
     begin = _HEAD.size + _MAC_BYTES
     if file_bytes < begin:
         raise _truncated(path, file_bytes, begin)
@@ -226,7 +221,6 @@ def _read_header(path: Path, file: int, file_bytes: int, key: bytes) -> tuple[_H
 
 
 def _read(path: Path, file: int, begin: int, end: int) -> memoryview:
-    """Return a part of a file, aligned. Raises SnapshotTruncated, and SnapshotCorrupt on a disk error."""
     room = bytearray(end - begin + ALIGNMENT)
     aligned = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % ALIGNMENT
     view = memoryview(room)[aligned : aligned + end - begin]

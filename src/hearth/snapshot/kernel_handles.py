@@ -46,11 +46,7 @@ class KernelHandles:
                 self._learn(int(row["function"]) or self._driver.function_of(int(row["kernel"])))
 
     def resolve(self, kernels: Sequence[KernelId]) -> npt.NDArray[np.uint64]:
-        """Return the loaded function of each kernel, with the limits that it needs.
-
-        Raises:
-            KernelsMissing: this process lacks some of them, or has other code under their names.
-        """
+        """Return the loaded function of each kernel, its limits raised. Raises KernelsMissing."""
         found = self._find_all(kernels)
         missing = [kernel.name for kernel, function in found.items() if function is None]
         if missing:

@@ -72,7 +72,6 @@ class RestoredGraph:
         self._driver.launch(self._executable, stream)
 
     def replay(self) -> None:
-        """Launch the graph on torch's current stream."""
         self.launch(torch.cuda.current_stream().cuda_stream)
 
     def __del__(self) -> None:
@@ -80,8 +79,6 @@ class RestoredGraph:
 
 
 class NativeRebuild:
-    """Native code that rebuilds graphs. Threads may call it at the same time."""
-
     def __init__(self, driver: CudaGraphs, library: ctypes.CDLL) -> None:
         self._driver = driver
         self._calls = (ctypes.c_void_p * len(CALLS))(*map(driver.address, CALLS))
@@ -107,11 +104,8 @@ class NativeRebuild:
             return None
 
     def __call__(self, packed: memoryview, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
-        """Rebuild a graph whose kernels have these `functions`, in the order in which it names them.
-
-        Raises:
-            DeviceError: the driver rejects a node or the graph.
-            GraphUnreadable: the bytes are not those of a graph.
+        """Rebuild a graph whose kernels have these `functions`, in the order in which it names them. Threads
+        may call this at the same time. Raises DeviceError if the driver refuses, and GraphUnreadable.
         """
         result, context, data = _Rebuilt(), self._driver.enter_context(), _aligned(packed)
         outcome = self._function(

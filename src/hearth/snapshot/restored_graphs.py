@@ -32,10 +32,8 @@ def pack_graphs(
     binary_by_function: Mapping[int, str],
     fixed: range,
 ) -> dict[str, bytes]:
-    """Return sections of captured graphs. All memory that they point at must be at `fixed` addresses.
-
-    Raises:
-        GraphUnreadable: a graph cannot be stored, or points at memory that another process has elsewhere.
+    """Return sections of captured graphs. Raises GraphUnreadable: a graph cannot be stored, or points at
+    memory outside of the `fixed` addresses, which another process has elsewhere.
     """
     sections = {}
     for name, handle in graph_by_name.items():
@@ -78,10 +76,7 @@ class RestoredGraphs:
 
         Graphs for which `is_later` is true are restored only once wanted: then `go_on` has another thread
         call `restore` again. `destroy` empties a list that holds the last references to graphs, possibly
-        later: destroying one takes 0.3 ms.
-
-        Raises:
-            GraphUnreadable: a graph has an invalid name.
+        later: destroying one takes 0.3 ms. Raises GraphUnreadable: a graph has an invalid name.
         """
         self._handles, self._on_discard = handles, on_discard
         self._sections, self._mark = sections, mark
@@ -192,7 +187,6 @@ class RestoredGraphs:
 
     @property
     def is_any_wanted(self) -> bool:
-        """True if a step has needed a graph that is still coming."""
         return bool(self._wanted_of(self._coming))
 
     def _wanted_of(self, coming: Mapping[str, None]) -> list[str]:
@@ -200,18 +194,13 @@ class RestoredGraphs:
         return [name for name in list(self._wanted) if name in coming]
 
     def _next(self, coming: Mapping[str, None]) -> str:
-        """Return the graph to restore next: one that a step has needed, else the smallest."""
         name, *_ = self._wanted_of(coming) or list(coming)
         return name
 
     def _functions(
         self, name: str, kernels: Sequence[bytes], kinds: set[str], rehearse: Callable[[str], bool]
     ) -> npt.NDArray[np.uint64] | None:
-        """Return the functions of a graph's kernels; None: the graph is not wanted any more.
-
-        Raises:
-            KernelsMissing: this process lacks some of them, even after a rehearsal.
-        """
+        """Return the functions of kernels; None: the graph is not wanted any more. Raises KernelsMissing."""
         kind, known = kind_of(name), self._function_by_kernel
         unknown = [kernel for kernel in kernels if kind not in kinds or kernel not in known]
         if unknown:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class TrialMark:
-    """The mark of one process beside a snapshot. Mutable; used by the thread that tries the graphs."""
+    """The mark of one process beside a snapshot, used by the thread that tries the graphs."""
 
     def __init__(self, snapshot: Path) -> None:
         self._path = snapshot.with_name(f"{snapshot.stem}.{secrets.token_hex(8)}{SUFFIX}")
@@ -58,7 +58,6 @@ class TrialMark:
 
 
 def abandoned_marks(snapshot: Path) -> list[Path]:
-    """Return the marks beside a snapshot whose processes died during a trial."""
     marks = snapshot.parent.glob(f"{snapshot.stem}.*{SUFFIX}")
     return [mark for mark in marks if _is_abandoned(mark)]
 

@@ -63,9 +63,8 @@ def log_if_threads_spin() -> None:
 
 
 def num_usable_cores(proc: Path = Path("/proc/self")) -> int:
-    """Return how many cores this process may use, by its affinity and the limits of its cgroups.
-
-    A fraction of a core counts as a whole one. `proc` holds the process's files `cgroup` and `mountinfo`.
+    """Return how many cores this process may use, by its affinity and its cgroups. A fraction counts as a
+    whole one. `proc` holds the process's files `cgroup` and `mountinfo`.
     """
     limits = [-(-limit.quota_us // limit.period_us) for limit in _limits(proc)]
     return max(1, min([len(os.sched_getaffinity(0)), *limits]))
@@ -92,7 +91,6 @@ def _limits(proc: Path) -> Iterator[_Limit]:
 
 
 def _limit(words: Sequence[str]) -> _Limit | None:
-    """Parse quota and period; None: there is no limit."""
     if len(words) < 2 or not all(word.isdecimal() and int(word) > 0 for word in words[:2]):
         return None
     return _Limit(int(words[0]), int(words[1]))

@@ -23,15 +23,12 @@ _FLAGS = ("-O2", "-shared", "-fPIC")
 
 
 class NativeCodeUnavailable(OSError):
-    """A C file cannot be compiled here; `remedy` says what to do about it."""
-
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(reason)
         self.remedy = remedy
 
 
 def remedy_for(error: Exception) -> str:
-    """Return what to do about an error of `native_library`."""
     return error.remedy if isinstance(error, NativeCodeUnavailable) else "fix the cause given in the reason"
 
 
@@ -39,12 +36,7 @@ def native_library(source: Path, cache: Path | None = None) -> ctypes.CDLL:
     """Compile a C file to a library. Its calls release the interpreter's lock.
 
     With `cache`, a private directory, the library is kept there by the source's contents, the compiler and
-    the platform. Without it no file remains.
-
-    Raises:
-        NativeCodeUnavailable: there is no compiler, it fails or takes too long, or other users can write to
-            the cache.
-        OSError: the library cannot be kept or loaded.
+    the platform. Raises NativeCodeUnavailable, also if other users can write to the cache, and OSError.
     """
     compiler = os.environ.get("CC") or "cc"
     if cache is None:

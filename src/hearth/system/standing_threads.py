@@ -51,10 +51,7 @@ class StandingThreads:
         self._lock = threading.Lock()  #: guards `_num_idle`
 
     def start(self, act: Callable[[], None]) -> ThreadTask:
-        """Run `act` on a thread at once. An exception ends that thread, as that of any thread.
-
-        Raises RuntimeError if no thread can be started; then `act` never runs.
-        """
+        """Run `act` on a thread at once; an exception ends that. Raises RuntimeError: none can be started."""
         task = ThreadTask(act)
         with self._lock:
             is_one_idle = self._num_idle > 0

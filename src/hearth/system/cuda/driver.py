@@ -60,10 +60,7 @@ class CudaDriver:
     """The driver of one device. Keeps the primary context alive. Any thread may call it."""
 
     def __init__(self, device_index: int, library: ctypes.CDLL | None = None) -> None:
-        """Open the system's driver, or a `library` with the same calls.
-
-        Raises DeviceError: there is no driver, or no such device.
-        """
+        """Open the system's driver, or a `library` with its calls. Raises DeviceError if there is none."""
         try:
             self._library = library or ctypes.CDLL("libcuda.so.1")
             #: The same library; its calls keep the interpreter.
@@ -99,11 +96,7 @@ class CudaDriver:
         return value.value
 
     def creator(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> Callable[[], int]:
-        """Return a function that allocates memory and returns its handle, for use by one thread.
-
-        A worker allocates thousands at its start, so their arguments are built once. The function raises
-        OutOfDeviceMemory.
-        """
+        """Return a function that allocates memory, for one thread. Its arguments are built once."""
         properties, handle = self._properties(is_exportable, is_rdma_capable), ctypes.c_ulonglong()
         size, flags = ctypes.c_size_t(num_bytes), ctypes.c_ulonglong(0)
         arguments = (ctypes.byref(handle), size, ctypes.byref(properties), flags)
@@ -133,10 +126,7 @@ class CudaDriver:
         self.call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
 
     def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None:
-        """Map handles of `num_bytes` each to consecutive addresses, readable and writable by this device.
-
-        Access is set once for all of them, which takes hardly longer than for one.
-        """
+        """Map handles of `num_bytes` each to consecutive addresses, readable and writable by this device."""
         zero, size = ctypes.c_ulonglong(0), ctypes.c_size_t(num_bytes)
         mapped_bytes = 0
         try:
@@ -154,7 +144,6 @@ class CudaDriver:
             raise
 
     def access(self) -> ctypes.Structure:
-        """Return the argument of cuMemSetAccess that lets this device read and write."""
         return _Access(self._location, MEM_ACCESS_FLAGS_PROT_READWRITE)
 
     def unmap(self, address: int, num_bytes: int) -> None:
@@ -178,7 +167,6 @@ class CudaDriver:
         return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def _is_pinned(self, address: int) -> bool:
-        """True if a host address is pinned; the driver does not know others."""
         kind, which = ctypes.c_uint(), ctypes.c_int(POINTER_ATTRIBUTE_MEMORY_TYPE)
         code = self._brief.cuPointerGetAttribute(ctypes.byref(kind), which, ctypes.c_ulonglong(address))
         return bool(code == 0 and kind.value == MEMORYTYPE_HOST)
@@ -215,7 +203,6 @@ class CudaDriver:
                 ) from error
 
     def call(self, name: str, *arguments: object) -> None:
-        """Make a driver call. Raises DeviceError if it fails."""
         self._enter_context()
         self._check(getattr(self._library, name)(*arguments), name, arguments)
 
@@ -231,7 +218,6 @@ class CudaDriver:
         return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
 
     def enter_context(self) -> int:
-        """Set the context on this thread, for native code, and return it."""
         self._enter_context()
         return self.context
 
@@ -242,7 +228,6 @@ class CudaDriver:
         raise AssertionError("unreachable")
 
     def succeeds(self, name: str, *arguments: object) -> bool:
-        """Make a call that may fail; True: it did not."""
         self._enter_context()
         return bool(getattr(self._library, name)(*arguments) == 0)
 
@@ -251,7 +236,6 @@ class CudaDriver:
         self._check(self.code_of(name, *arguments), name, arguments)
 
     def code_of(self, name: str, *arguments: object) -> int:
-        """Make a call of a few microseconds and return the driver's code."""
         self._enter_context()
         return int(getattr(self._brief, name)(*arguments))
 

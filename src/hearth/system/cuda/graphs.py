@@ -133,7 +133,6 @@ class CudaGraphs:
         return nodes
 
     def edges(self, graph: int) -> tuple[Handles, Handles, npt.NDArray[np.void]]:
-        """Return the source, the target and the data of each edge."""
         count = c_size_t()
         self._driver.call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
         sources, targets = (np.zeros(count.value, np.uint64) for _ in range(2))
@@ -164,10 +163,7 @@ class CudaGraphs:
         return params
 
     def attributes(self, nodes: Handles) -> npt.NDArray[np.uint8]:
-        """Return `NODE_ATTRIBUTES` of each kernel's node: [nodes, attributes, bytes].
-
-        Attributes that the driver does not know are zero.
-        """
+        """Return `NODE_ATTRIBUTES` of kernel nodes, [nodes, attributes, bytes]; 0: unknown to the driver."""
         values = np.zeros((len(nodes), len(NODE_ATTRIBUTES), ATTRIBUTE_BYTES), np.uint8)
         call = "cuGraphKernelNodeGetAttribute"
         for index, attribute in enumerate(NODE_ATTRIBUTES):
@@ -214,7 +210,6 @@ class CudaGraphs:
     # Functions.
 
     def function_of(self, kernel: int) -> int:
-        """Return the function of a `CUkernel` in the device's context."""
         function = c_void_p()
         self._driver.call("cuKernelGetFunction", ctypes.byref(function), kernel)
         return function.value or 0
@@ -269,7 +264,6 @@ class CudaGraphs:
 
 
 def _rows(array: npt.NDArray[np.generic]) -> range:
-    """Return the address of each row of an array."""
     if not len(array):  # its strides may be 0
         return range(0)
     begin, step = array.ctypes.data, array.strides[0]
