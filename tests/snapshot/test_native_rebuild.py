@@ -51,7 +51,6 @@ class Process:
         (self.fake.graphs[1],) = self.fake.executables.values()
         binaries = zip(self.functions.tolist(), kernels, strict=True)
         again = read_graph(self.fake, 1, {at: one.binary for at, one in binaries if one.binary is not None})
-        assert restored.num_nodes == len(again.nodes)
         del restored
         assert not self.fake.executables
         return again

@@ -46,7 +46,7 @@ class TensorSpec:
     @property
     def end(self) -> int:
         """The offset of the next tensor, after padding."""
-        return _align(self.offset + self.nbytes)
+        return -(-(self.offset + self.nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,6 @@ class ByteRange:
 class Layout:
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
-
-    def layer_range(self, layer: int) -> ByteRange:
-        """Return the bytes of one layer with padding; ranges of successive layers are adjacent."""
-        specs = [spec for spec in self.tensors if spec.name.startswith(f"layers.{layer}.")]
-        assert specs, f"no such layer: {layer}"
-        return ByteRange(specs[0].offset, specs[-1].end)
 
 
 def layout_of(arch: Arch, dtype: str, quant: str = "none") -> Layout:
@@ -134,7 +128,3 @@ def _linear_shapes(name: str, rows: int, columns: int, *, has_bias: bool) -> Ite
     yield f"{name}.weight", (rows, columns)
     if has_bias:
         yield f"{name}.bias", (rows,)
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -118,7 +118,8 @@ NAMES: Mapping[str, NameMap] = {
 def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[str, TensorSource]:
     """Find the parts of every tensor. Raises BadCheckpoint for a missing, misshapen or left over one."""
     names = NAMES[arch.family]
-    prefix = _prefix(names, found)
+    (embed,) = names.modules["embed"]
+    prefix = next((one for one in names.prefixes if f"{one}{embed}.weight" in found), names.prefixes[0])
     sources = {
         spec.name: _source(arch, spec, names, prefix, found)
         for spec in layout.tensors
@@ -143,11 +144,6 @@ def head_copy(arch: Arch, found: Mapping[str, Shape]) -> str | None:
     return next(
         (f"{head}.weight" for head in NAMES[arch.family].head.split("|") if f"{head}.weight" in found), None
     )
-
-
-def _prefix(names: NameMap, found: Mapping[str, Shape]) -> str:
-    (embed,) = names.modules["embed"]
-    return next((p for p in names.prefixes if f"{p}{embed}.weight" in found), names.prefixes[0])
 
 
 def _source(

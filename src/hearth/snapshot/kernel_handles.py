@@ -43,7 +43,12 @@ class KernelHandles:
             nodes = self._driver.nodes(graph)
             kernels = nodes[self._driver.kinds(nodes) == GRAPH_NODE_TYPE_KERNEL]
             for row in self._driver.kernel_nodes(kernels):
-                self._learn(int(row["function"]) or self._driver.function_of(int(row["kernel"])))
+                function = int(row["function"]) or self._driver.function_of(int(row["kernel"]))
+                module = self._driver.module_of(function)
+                if module not in self._known_modules:
+                    self._known_modules.add(module)
+                    for sibling in self._driver.functions(module):
+                        self._functions_by_name.setdefault(self._driver.name(sibling), []).append(sibling)
 
     def resolve(self, kernels: Sequence[KernelId]) -> npt.NDArray[np.uint64]:
         """Return the loaded function of each kernel, its limits raised. Raises KernelsMissing."""
@@ -64,14 +69,6 @@ class KernelHandles:
             is_new = any(kernel.binary is not None and kernel not in self._resolved for kernel in kernels)
             binaries = self._function_by_binary() if is_new else {}
             return {kernel: self._find(kernel, binaries) for kernel in kernels}
-
-    def _learn(self, function: int) -> None:
-        module = self._driver.module_of(function)
-        if module in self._known_modules:
-            return
-        self._known_modules.add(module)
-        for sibling in self._driver.functions(module):
-            self._functions_by_name.setdefault(self._driver.name(sibling), []).append(sibling)
 
     def _find(self, kernel: KernelId, binaries: Mapping[str, int]) -> int | None:
         if kernel in self._resolved:

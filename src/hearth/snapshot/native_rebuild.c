@@ -145,7 +145,6 @@ enum { BUILT, DAMAGED, REFUSED, OUT_OF_MEMORY };
 
 typedef struct {
     void *executable; /* the caller's to destroy, if the graph was built */
-    uint64_t num_nodes;
     int32_t call, code; /* of the driver's last refusal */
 } rebuilt;
 
@@ -295,7 +294,6 @@ int hearth_rebuild_graph(const driver_calls *calls, void *context, const char *p
         .models = calloc(graph.num_nodes + 1, sizeof *build.models),
         .result = result,
     };
-    result->num_nodes = graph.num_nodes;
     outcome = build.nodes && build.pointers && build.sources && build.targets && build.data && build.models
                   ? rebuild(&build, &graph)
                   : OUT_OF_MEMORY;

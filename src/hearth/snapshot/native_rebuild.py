@@ -55,7 +55,6 @@ def _reason(error: OSError) -> str:
 class _Rebuilt(ctypes.Structure):
     _fields_ = (
         ("executable", ctypes.c_void_p),
-        ("num_nodes", ctypes.c_uint64),
         ("call", ctypes.c_int32),
         ("code", ctypes.c_int32),
     )
@@ -64,9 +63,8 @@ class _Rebuilt(ctypes.Structure):
 class RestoredGraph:
     """An executable graph, destroyed with this object."""
 
-    def __init__(self, driver: CudaGraphs, executable: int, num_nodes: int) -> None:
+    def __init__(self, driver: CudaGraphs, executable: int) -> None:
         self._driver, self._executable = driver, executable
-        self.num_nodes = num_nodes
 
     def launch(self, stream: int) -> None:
         self._driver.launch(self._executable, stream)
@@ -124,7 +122,7 @@ class NativeRebuild:
             raise AssertionError(f"a graph that Python can read is damaged to C: {len(packed)=}")
         if outcome != _BUILT:
             raise MemoryError(f"no memory for the handles of a graph of {len(packed)} bytes")
-        return RestoredGraph(self._driver, result.executable or 0, result.num_nodes)
+        return RestoredGraph(self._driver, result.executable or 0)
 
 
 def _aligned(packed: memoryview) -> npt.NDArray[np.uint8]:

@@ -67,20 +67,16 @@ class CudaDriver:
             self._brief = ctypes.PyDLL(self._library._name, handle=self._library._handle)
         except OSError as error:
             raise DeviceError(f"CUDA's driver cannot be loaded: {error}; use `--device cpu`") from error
+        self._context = ctypes.c_void_p()
         self._thread = threading.local()  #: `is_current`: the context is set on this thread
         self._thread.is_current = True  # calls before the context exists need none
         self.call("cuInit", ctypes.c_uint(0))
         device = ctypes.c_int()
         self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(device_index))
         self._device = device.value
-        self._context = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self._thread.is_current = False
         self._location = _Location(MEM_LOCATION_TYPE_DEVICE, self._device)
-
-    @property
-    def context(self) -> int:
-        return self._context.value or 0
 
     def has(self, attribute: int) -> bool:
         value = ctypes.c_int()
@@ -157,13 +153,13 @@ class CudaDriver:
 
     def register_host(self, address: int, num_bytes: int) -> int:
         """Pin host memory for all devices; return the driver's code, 0 on success."""
-        self._enter_context()
+        self.enter_context()
         where, size = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
         flags = ctypes.c_uint(MEMHOSTREGISTER_PORTABLE)
         return int(self._library.cuMemHostRegister_v2(where, size, flags))
 
     def unregister_host(self, address: int) -> int:
-        self._enter_context()
+        self.enter_context()
         return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def _is_pinned(self, address: int) -> bool:
@@ -203,12 +199,12 @@ class CudaDriver:
                 ) from error
 
     def call(self, name: str, *arguments: object) -> None:
-        self._enter_context()
+        self.enter_context()
         self._check(getattr(self._library, name)(*arguments), name, arguments)
 
     def call_each(self, name: str, calls: Iterable[tuple[object, ...]]) -> None:
         """Make a call per row of arguments, faster than by `call`. Raises DeviceError at a failure."""
-        self._enter_context()
+        self.enter_context()
         function = getattr(self._library, name)
         for arguments in calls:
             if code := function(*arguments):
@@ -217,10 +213,6 @@ class CudaDriver:
     def address(self, name: str) -> int:
         return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
 
-    def enter_context(self) -> int:
-        self._enter_context()
-        return self.context
-
     def refused(self, name: str, num_arguments: int, code: int) -> NoReturn:
         """Raise the DeviceError of a call that native code has made."""
         assert code != 0, f"{name} has not failed"
@@ -228,7 +220,7 @@ class CudaDriver:
         raise AssertionError("unreachable")
 
     def succeeds(self, name: str, *arguments: object) -> bool:
-        self._enter_context()
+        self.enter_context()
         return bool(getattr(self._library, name)(*arguments) == 0)
 
     def call_briefly(self, name: str, *arguments: object) -> None:
@@ -236,14 +228,15 @@ class CudaDriver:
         self._check(self.code_of(name, *arguments), name, arguments)
 
     def code_of(self, name: str, *arguments: object) -> int:
-        self._enter_context()
+        self.enter_context()
         return int(getattr(self._brief, name)(*arguments))
 
-    def _enter_context(self) -> None:
-        """Set the context on this thread, which has none if torch was not used on it."""
+    def enter_context(self) -> int:
+        """Set the context on this thread, which has none if torch was not used on it, and return it."""
         if not getattr(self._thread, "is_current", False):
             self._check(self._library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent", ())
             self._thread.is_current = True
+        return self._context.value or 0
 
     def _check(self, code: int, name: str, arguments: tuple[object, ...]) -> None:
         if code != 0:
