@@ -48,8 +48,6 @@ _BEGIN, _NUM, _PART = map(_for_kernels, (BEGIN_BIT, NUM_BIT, PART_BIT))
 
 @dataclass(frozen=True, slots=True)
 class SliceFactor:
-    """The second factor of some outputs of a projection."""
-
     begin: int  #: the first output
     b: torch.Tensor  #: [rank, outputs]; the stride of rows is a multiple of FACTOR_ROW_ALIGNMENT
 

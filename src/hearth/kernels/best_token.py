@@ -141,7 +141,6 @@ def _best_token_kernel(
 
 @triton.jit
 def _highest(logits, tokens, most):
-    """Return the highest logit, NaN if there is one, and the first of its tokens, which are up to `most`."""
     is_nan = logits != logits
     has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
     highest = tl.max(tl.where(is_nan, -float("inf"), logits), 0)

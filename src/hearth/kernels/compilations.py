@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 
 class Compilations:
-    """Counts of one process. Mutable; written by each thread that needs a kernel."""
-
     def __init__(self) -> None:
         self.num_ahead = 0  #: kernels that were compiled before a step needed them
         self.num_while_serving = 0  #: kernels that were compiled at a launch

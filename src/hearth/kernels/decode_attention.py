@@ -90,8 +90,6 @@ def decode_attention_reference(
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Tokens that a program reads at a time, and launch parameters."""
-
     block_n: int
     num_warps: int
     num_stages: int
@@ -436,7 +434,6 @@ def _out_at(out, row, q_head, dim, NUM_Q: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _tiles_of(positions, rows, num_rows, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles per head of each row; none from `num_rows` on."""
     length = tl.load(positions + rows, rows < num_rows, other=-1) + 1
     if WINDOW > 0:
         length = tl.minimum(length, WINDOW)

@@ -191,7 +191,6 @@ def _draw_kernel(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Take the first draw of a row, or draw again until top-k and top-p keep the token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     temperature = tl.load(knobs + 4 * slot)

@@ -78,7 +78,6 @@ def has_large_memory() -> bool:
 
 @cache
 def num_processors() -> int:
-    """Return the number of multiprocessors of the current CUDA device; 1 where there is none."""
     if not torch.cuda.is_available():
         return 1
     count: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

@@ -95,7 +95,6 @@ class KernelCache:
         return KernelCache(path)
 
     def find(self, key: str) -> list[CachedVariant] | None:
-        """Return the variants of a list whose entries all exist; None: they have to be compiled."""
         try:
             raw = json.loads(self._list_path(key).read_bytes())
             found = [CachedVariant(Variant(**one["variant"]), one["entry"]) for one in raw]

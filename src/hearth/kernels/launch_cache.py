@@ -65,7 +65,6 @@ class LaunchCache:
     def remember(
         self, key: Hashable, kernel: Any, compiled: Any, num_args: int, options: Mapping[str, object]
     ) -> None:
-        """Note what Triton has launched; None: its interpreter, which compiles nothing."""
         if compiled is None or not self._is_known:
             return
         names = kernel.arg_names[num_args:]
@@ -75,7 +74,6 @@ class LaunchCache:
 
 
 def launch_obstacle(version: str) -> str | None:
-    """Say why kernels are launched by Triton's own slow path; None: they are not."""
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if _OLDEST <= numbers <= _NEWEST:
         return None

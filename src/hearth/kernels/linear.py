@@ -149,8 +149,6 @@ def _skinny_linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class NarrowTile:
-    """Block sizes of a program, which computes all rows of a few outputs."""
-
     block_m: int
     block_n: int
     block_k: int

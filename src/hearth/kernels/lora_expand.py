@@ -30,7 +30,6 @@ def expand_triton(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Add `b` times the result of `shrink_triton` to the rows of `out`."""
     _, n = out.shape
     assert out.is_contiguous(), f"{out.stride()=}"
     shares = rows.shares[target % ADAPTER_PROJECTIONS]

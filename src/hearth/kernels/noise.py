@@ -17,7 +17,6 @@ def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def signed64(number: int) -> int:
-    """Return the number modulo 2^64 that an int64 can hold."""
     return (number + (1 << 63) & _MASK64) - (1 << 63)
 
 

@@ -34,8 +34,6 @@ class RotaryFactors:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The tokens that each row attends to, back over its sequence."""
-
     num_rows: int
     num_tokens: int  #: of the longest row
     blocks: torch.Tensor  #: int64 [rows * blocks]

@@ -149,7 +149,6 @@ def prefill_attention_triton(
     shape: PromptTileShape | None = None,
     max_programs: int | None = None,
 ) -> None:
-    """Run the kernel for any shape; `shape` and `max_programs` are for benchmarks."""
     if shape is None:
         shape = PromptTileShape.of(heads, tiles.tile_tokens, len(qkv))
     num_items = len(tiles.items) * (heads.num_q // shape.num_packed)

@@ -70,7 +70,6 @@ def is_hopper() -> bool:
 
 
 def gluon_obstacle() -> str | None:
-    """Say why the installed Triton cannot compile this kernel; None: it can."""
     if HAS_GLUON:
         return None
     found = triton.__version__ if HAS_TRITON else "none"
@@ -78,7 +77,6 @@ def gluon_obstacle() -> str | None:
 
 
 def hopper_obstacle(heads: Heads, dtype: torch.dtype, block_tokens: int) -> str | None:
-    """Say why this kernel cannot attend with such heads over blocks of KV; None: it can."""
     if (obstacle := gluon_obstacle()) is not None:
         return obstacle
     if dtype not in _DTYPES:
@@ -109,7 +107,6 @@ def prefill_attention_hopper(
     num_stages: int | None = None,
     max_programs: int | None = None,
 ) -> None:
-    """Run the kernel; `num_stages` and `max_programs` are for benchmarks."""
     packed, dtype = _TILE_ROWS // tiles.tile_tokens, qkv.dtype
     block_n, usual_stages = _CONTEXT_TILES[heads.dim]
     block_tokens, kv_row = kv.shape[2], heads.num_kv * heads.dim

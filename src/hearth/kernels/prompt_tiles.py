@@ -21,8 +21,6 @@ from hearth.kernels.paged import Heads
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """A run of consecutive tokens of one sequence among the rows of a step."""
-
     begin: int  #: first row
     num_tokens: int
     start: int  #: position of the first token
@@ -52,7 +50,6 @@ def num_packed(heads: Heads) -> int:
 
 
 def cut_tiles(spans: Sequence[PrefillSpan], tile_tokens: int) -> npt.NDArray[np.int32]:
-    """Return the concatenated fields of all tiles, those with the longest context first."""
     begins, lengths, starts = (
         np.array([getattr(span, name) for span in spans], np.int64)
         for name in ("begin", "num_tokens", "start")

@@ -64,7 +64,6 @@ class AdapterSlice:
 
     @property
     def row_size(self) -> int:
-        """The stride of its second factor's rows."""
         return -(-self.size // FACTOR_ROW_ALIGNMENT) * FACTOR_ROW_ALIGNMENT
 
 
@@ -79,7 +78,6 @@ class AdapterTarget:
 
     @property
     def rank(self) -> int:
-        """The rows of its first factor: the sum of its slices' ranks."""
         return sum(part.rank for part in self.slices)
 
     @property
@@ -129,8 +127,6 @@ class RelativeTable:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """All targets of an adapter in forward order, with the offsets of their factors."""
-
     dtype: str  #: of all factors: one of COMPUTED_DTYPES
     places: tuple[FactorPlaces, ...]
     #: The bytes of each layer that has targets, in order; they touch.

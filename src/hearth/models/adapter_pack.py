@@ -119,7 +119,6 @@ class AdapterSource:
 
 
 def target_names(family: str) -> list[str]:
-    """Return a family's names of the modules that can be adapted, as in PEFT's `target_modules`."""
     modules = NAMES[family].modules
     return [template.rpartition(".")[2] for one in Projection for template in modules[one]]
 

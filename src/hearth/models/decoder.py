@@ -55,7 +55,6 @@ class Decoder:
         layers: range | None = None,
         on_layer: Callable[[], None] | None = None,
     ) -> None:
-        """`on_layer` is called after each layer was run or launched."""
         self.arch = arch
         self.layers = range(arch.num_layers) if layers is None else layers
         self._cos_sin = cos_sin
@@ -111,7 +110,6 @@ class Decoder:
     def run(
         self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
     ) -> torch.Tensor:
-        """Return the hidden states after the layers, given those before. Arguments are as in `body`."""
         self.body(hidden, step, kv, gate)
         ws = self._cut(hidden.shape[0])
         deltas = self.absorb(self.layers[-1], ws.residual, ws.normed, ws.attended, step.adapters)

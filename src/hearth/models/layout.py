@@ -45,7 +45,6 @@ class TensorSpec:
 
     @property
     def end(self) -> int:
-        """The offset of the next tensor, after padding."""
         return -(-(self.offset + self.nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -32,8 +32,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """The parts of a canonical tensor, stacked by rows; an interleaved one is sorted into q, k, v."""
-
     parts: tuple[Part, ...]
     is_interleaved: bool
 

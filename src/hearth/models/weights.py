@@ -18,8 +18,6 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The place of a tensor's bytes: at `offset` in `base`, which is one-dimensional and uint8."""
-
     base: torch.Tensor
     offset: int
 

@@ -20,8 +20,6 @@ from hearth.models.buffers import name_of, views
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The buffers of a forward pass; an unused one has no rows."""
-
     embedded: torch.Tensor  #: [tokens, embed]
     residual: torch.Tensor  #: [tokens, hidden], as are the next three
     delta: torch.Tensor

@@ -101,7 +101,6 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:
-    """Return the profile in a snapshot. Raises SnapshotCorrupt: there is none."""
     try:
         with sections[SECTION] as raw:
             return msgspec.json.decode(raw, type=MeasuredProfile)

@@ -184,7 +184,6 @@ class SnapshotDirectory:
 
 
 def remove_others(path: Path, models: Collection[str]) -> int:
-    """Remove the snapshots of all other models, and return their number."""
     return sum(_remove_model(one) for one in _model_directories(path) if one.name not in models)
 
 
@@ -230,7 +229,6 @@ def _entries(path: Path, model: str | None = None) -> Iterator[SnapshotEntry]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the snapshots of a model; []: also if its directory was just removed."""
     try:
         return [file for file in directory.glob(f"*{SUFFIX}") if not file.name.startswith(".")]
     except FileNotFoundError:

@@ -77,7 +77,6 @@ class OpenSnapshot(Mapping[str, memoryview]):
         self._close_file = weakref.finalize(self, os.close, file)
 
     def __getitem__(self, name: str) -> memoryview:
-        """Return the bytes of a section. Raises KeyError, and SnapshotCorrupt if they are damaged."""
         section, begin = self._sections[name], self._begins[name]
         assert self._close_file.alive, f"`{self.path}` was closed"  # its descriptor may be another file's
         data = _read(self.path, self._file, begin, begin + section.num_bytes)
@@ -160,14 +159,8 @@ def write_file(path: Path, parts: Iterable[bytes], place: Callable[[Path, Path],
 
 
 def open_snapshot(path: Path, key: bytes) -> OpenSnapshot:
-    """Return the sections of a file that was written with `key`.
-
-    Raises:
-        FileNotFoundError: there is none.
-        SnapshotTruncated: it has fewer or more bytes than were written.
-        SnapshotCorrupt: its header is damaged, or the disk cannot read it.
-        SnapshotForeign: it is no snapshot, or of another version of the format.
-        SnapshotUnauthenticated: it was not written with this key, or other users can write to it.
+    """Return the sections of a file that was written with `key`. Raises FileNotFoundError, SnapshotTruncated,
+    SnapshotCorrupt, SnapshotForeign, or SnapshotUnauthenticated if other users can write to it.
     """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

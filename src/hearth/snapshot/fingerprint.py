@@ -49,7 +49,6 @@ class Fingerprint:
         return None if found is None else int(found[1])
 
     def differences(self, other: Fingerprint) -> list[FieldDifference]:
-        """Return where this fingerprint, of what is here, differs from a stored one."""
         here, there = asdict(self), asdict(other)
         return [
             FieldDifference(name, str(here[name]) or "nothing", str(there[name]) or "nothing")

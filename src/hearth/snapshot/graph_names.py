@@ -24,7 +24,6 @@ def kind_of(name: str) -> str:
 
 
 def num_rows_of(name: str) -> int:
-    """Raises GraphUnreadable."""
     _, _, rows = name.rpartition("-")
     if not rows.isdecimal():
         raise GraphUnreadable(f"the graph `{name}` has no number of rows in its name: it is damaged")

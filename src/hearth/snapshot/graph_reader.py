@@ -97,8 +97,6 @@ class _Kernels:
 
 
 class _Blobs:
-    """Aligned byte strings, concatenated."""
-
     def __init__(self) -> None:
         self._bytes = bytearray()
 
@@ -114,7 +112,6 @@ class _Blobs:
 def _keep_parameters(
     nodes: Table, is_kernel: npt.NDArray[np.bool_], params: Table, kernels: Sequence[KernelId], blobs: _Blobs
 ) -> None:
-    """Append the parameters of all kernels to `blobs`, and note their offsets in `nodes`."""
     at, sizes = [], []
     for kernel, extra, pointers in zip(
         nodes["kernel"][is_kernel].tolist(),
@@ -183,7 +180,6 @@ def _buffer(extra: int) -> bytes:
 
 
 def _gathered(parameters: int, kernel: KernelId) -> bytes:
-    """Return the parameters of a node that passes pointers, packed as the kernel reads them."""
     pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_size_t))
     blob = bytearray(kernel.parameter_bytes)
     for index, (offset, size) in enumerate(kernel.parameters):

@@ -27,7 +27,6 @@ class KernelHandles:
     """Functions on one device. Mutable; any thread calls it. Functions are never unloaded."""
 
     def __init__(self, driver: CudaGraphs, function_by_binary: Callable[[], Mapping[str, int]]) -> None:
-        """`function_by_binary` returns the Triton kernels that are loaded now."""
         self._driver = driver
         self._function_by_binary = function_by_binary
         #: Several models may be restored at a time.

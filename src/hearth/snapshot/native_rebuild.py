@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 
 def native_obstacle() -> str | None:
-    """Say why native code cannot be compiled on this machine; None: it can."""
     try:
         native_library(_SOURCE)
     except OSError as error:
@@ -126,7 +125,6 @@ class NativeRebuild:
 
 
 def _aligned(packed: memoryview) -> npt.NDArray[np.uint8]:
-    """Return the bytes, copied unless they are aligned as those of a snapshot are."""
     data = np.frombuffer(packed, np.uint8)
     if data.ctypes.data % ALIGNMENT == 0:
         return data

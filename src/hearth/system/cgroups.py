@@ -76,5 +76,4 @@ def _mounts(controller: str, proc: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(path: str) -> str:
-    """Decode the octal escapes of blanks in a path."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)

@@ -1,8 +1,7 @@
-"""C files of the package, compiled to libraries by the machine's C compiler.
+"""C files of the package, compiled to libraries by the machine's C compiler, which Triton needs too.
 
-Each is beside the module that calls it, which falls back to Python without a compiler. Triton needs the same
-compiler; a file takes a tenth of a second. No CUDA headers are needed: functions of the driver are passed as
-addresses.
+Each is beside the module that calls it, which does without where there is no compiler. A file takes a tenth
+of a second. No CUDA headers are needed: functions of the driver are passed as addresses.
 """
 
 from __future__ import annotations

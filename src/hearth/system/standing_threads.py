@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 
 class ThreadTask:
-    """A call that a thread makes once. Any thread may wait for its end."""
-
     def __init__(self, act: Callable[[], None]) -> None:
         self._act: Callable[[], None] | None = act
         self._running = threading.Lock()  #: held until the end; an event takes longer to create

@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 
 
 class _Outcome(ctypes.Structure):
-    """How much of a batch was done, and which call failed, as an index of `_CALLS`."""
-
     _fields_ = (("call", ctypes.c_int), ("code", ctypes.c_int), ("num_done", ctypes.c_int64))
 
 
@@ -171,7 +169,6 @@ class BatchedCopies:
         self._is_stopped.value = 1
 
     def wait(self, position: int) -> None:
-        """Block until a chunk is copied. `position`: in the order of queueing."""
         self._driver.call("cuEventSynchronize", ctypes.c_void_p(self._events[position]))
 
     def has_passed(self, position: int) -> bool:
@@ -191,9 +188,8 @@ class BatchedCopies:
 
 
 def native_calls(cache: Path | None = None) -> ctypes.CDLL | None:
-    """Return `system/cuda/batches.c` as a library; None, logged once: it cannot be compiled.
-
-    The first call of a process determines the result; `cache` is that of `native_library`.
+    """Return `batches.c` as a library, as the first call of the process; None, logged once: it cannot be
+    compiled.
     """
     with _COMPILING:
         if not _FOUND:

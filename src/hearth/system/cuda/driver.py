@@ -203,7 +203,6 @@ class CudaDriver:
         self._check(getattr(self._library, name)(*arguments), name, arguments)
 
     def call_each(self, name: str, calls: Iterable[tuple[object, ...]]) -> None:
-        """Make a call per row of arguments, faster than by `call`. Raises DeviceError at a failure."""
         self.enter_context()
         function = getattr(self._library, name)
         for arguments in calls:
@@ -214,7 +213,6 @@ class CudaDriver:
         return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
 
     def refused(self, name: str, num_arguments: int, code: int) -> NoReturn:
-        """Raise the DeviceError of a call that native code has made."""
         assert code != 0, f"{name} has not failed"
         self._check(code, name, (None,) * num_arguments)
         raise AssertionError("unreachable")

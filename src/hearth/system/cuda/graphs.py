@@ -118,7 +118,6 @@ class CudaGraphs:
     """The graph calls of one device's driver. Any thread may call it; a graph is used by one at a time."""
 
     def __init__(self, driver: CudaDriver) -> None:
-        """Raises DeviceError: the driver lacks a call."""
         driver.declare(_CALLS)
         self._driver = driver
 
@@ -181,7 +180,6 @@ class CudaGraphs:
         return graph.value or 0
 
     def add_kernels(self, graph: int, params: npt.NDArray[np.void]) -> Handles:
-        """Add a node for each `KERNEL_NODE`, which is copied with its parameters."""
         nodes = np.zeros(len(params), np.uint64)
         calls = zip(_rows(nodes), _rows(params), strict=True)
         self._driver.call_each("cuGraphAddKernelNode_v2", ((node, graph, None, 0, at) for node, at in calls))
@@ -246,7 +244,6 @@ class CudaGraphs:
         return module.value or 0
 
     def functions(self, module: int) -> Sequence[int]:
-        """Return all functions of a module, which may not be loaded yet."""
         count = c_uint()
         self._driver.call("cuModuleGetFunctionCount", ctypes.byref(count), module)
         functions = np.zeros(count.value, np.uint64)
