@@ -36,7 +36,7 @@ def _rank(
     log_sum = logits.logsumexp(-1, keepdim=True) if max(top_ks) == vocab_size else None
     widths = _widths(top_ks, vocab_size, logits.device)
     for width in widths:
-        ranked = logits.topk(width).values if width < vocab_size else _sorted(logits)
+        ranked = logits.topk(width).values if width < vocab_size else logits.sort(descending=True).values
         in_top_k = torch.arange(width, device=logits.device) < top_k
         log_kept = torch.where(in_top_k, ranked, -math.inf).logsumexp(-1, keepdim=True)
         log_mass = log_kept if log_sum is None else torch.where(top_k < vocab_size, log_kept, log_sum)
@@ -56,7 +56,3 @@ def _widths(top_ks: Sequence[int], vocab_size: int, device: torch.device) -> tup
         return (widest,)
     first = _FIRST_WIDTHS if device.type == "cpu" else ()
     return (*(width for width in first if widest < width < vocab_size), vocab_size)
-
-
-def _sorted(logits: torch.Tensor) -> torch.Tensor:
-    return logits.sort(dim=-1, descending=True).values
