@@ -246,7 +246,6 @@ def _expand_low_row(
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """Add outputs from `first` to `last` of a slice of few ranks to one row."""
     for at in range(first, last, OUTPUTS):
         output = at + tl.arange(0, OUTPUTS)
         is_stored = output < tl.minimum(last, size)

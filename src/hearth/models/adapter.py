@@ -56,8 +56,6 @@ def projection_shape(dimensions: Dimensions, projection: Projection) -> tuple[in
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlice:
-    """Rows of a projection's output that an adapter changes, with one rank."""
-
     begin: int
     size: int
     rank: int  #: from 1 to MAX_RANK

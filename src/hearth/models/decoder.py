@@ -79,7 +79,6 @@ class Decoder:
         self._qkv_scratch = workspace.product_scratch(workspace.activated)
 
     def sharing_obstacle(self) -> str | None:
-        """Say why some 8-bit products are slower than they could be; None: they are not."""
         workspace = self._workspace
         is_plain = all(weights.qkv.scale is None for weights in self.weights.layers)
         if is_plain or not runs_triton(workspace.residual):
@@ -177,7 +176,6 @@ class Decoder:
         return self._linear(hidden, weights.head, self.logits[: hidden.shape[0]])
 
     def project(self, layer: int, normed: torch.Tensor, adapters: AdapterRows | None = None) -> torch.Tensor:
-        """Return fused q, k and v, not yet normalised or rotated."""
         qkv = self._cut(normed.shape[0]).qkv
         return self._adapted(Projection.QKV, layer, normed, self._weights_of(layer).qkv, qkv, adapters)
 

@@ -44,7 +44,6 @@ class Workspace:
         return replace(self, **{name: getattr(self, name)[:rows] for name in names})
 
     def product_scratch(self, idle: torch.Tensor) -> ProductScratch:
-        """Return scratch for 8-bit products in an idle buffer, with the counters of attention."""
         numbers = idle.view(-1)
         if numbers.dtype != torch.float32:
             numbers = numbers[: len(numbers) // 2 * 2].view(torch.float32)

@@ -127,7 +127,6 @@ class SnapshotDirectory:
         return opened
 
     def _remove_fatal(self, path: Path) -> None:
-        """Remove a snapshot that a process died of, and raise SnapshotFatal."""
         if not (marks := abandoned_marks(path)):
             return
         was_there = path.exists()
@@ -170,7 +169,6 @@ class SnapshotDirectory:
             return opened.fingerprint.slot
 
     def differences(self, fingerprint: Fingerprint) -> list[FieldDifference]:
-        """Return how the model's most recently used snapshot differs; []: there is none."""
         if (opened := self.newest(fingerprint.manifest)) is None:
             return []
         with opened:

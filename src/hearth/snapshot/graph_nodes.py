@@ -134,8 +134,6 @@ class KernelId:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A number among the parameters of a node that is large enough to be an address."""
-
     value: int
     kernel: str | None  #: None: of a copy or a fill
     offset: int  #: in the parameters

@@ -86,7 +86,6 @@ class KernelHandles:
         return None
 
     def _allow(self, function: int, kernel: KernelId, present: KernelId) -> None:
-        """Raise the limits of a function to those that its library had set when the graph was captured."""
         if present.dynamic_shared_bytes < kernel.dynamic_shared_bytes:
             attribute = FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._driver.set_function_attribute(function, attribute, kernel.dynamic_shared_bytes)

@@ -200,7 +200,6 @@ class RestoredGraphs:
     def _functions(
         self, name: str, kernels: Sequence[bytes], kinds: set[str], rehearse: Callable[[str], bool]
     ) -> npt.NDArray[np.uint64] | None:
-        """Return the functions of kernels; None: the graph is not wanted any more. Raises KernelsMissing."""
         kind, known = kind_of(name), self._function_by_kernel
         unknown = [kernel for kernel in kernels if kind not in kinds or kernel not in known]
         if unknown:

@@ -56,7 +56,6 @@ def set_wait_policy(environment: MutableMapping[str, str], modules: Collection[s
 
 @cache
 def log_if_threads_spin() -> None:
-    """Log, once per process, that threads spin although the user has not chosen it."""
     policy = wait_policy()
     if policy.spin_reason is not None and not policy.is_chosen:
         log.warning("fallback threads=spinning reason=`%s`", policy.spin_reason.replace("`", ""))

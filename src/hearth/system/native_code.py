@@ -85,7 +85,6 @@ def _key(compiler: str, source: Path) -> str:
 
 
 def _check_private(cache: Path) -> None:
-    """Raise NativeCodeUnavailable if another user could replace a library."""
     found = cache.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
         reason = f"users other than {os.geteuid()} can write to {cache}, and a library is code"

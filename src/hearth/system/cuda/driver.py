@@ -122,7 +122,6 @@ class CudaDriver:
         self.call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
 
     def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None:
-        """Map handles of `num_bytes` each to consecutive addresses, readable and writable by this device."""
         zero, size = ctypes.c_ulonglong(0), ctypes.c_size_t(num_bytes)
         mapped_bytes = 0
         try:
