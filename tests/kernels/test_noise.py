@@ -9,12 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.kernels.noise import gumbel, noise_keys, signed64
-
-
-def noise_key(seed: int, position: int) -> int:
-    return int(noise_keys(torch.tensor([signed64(seed)]), torch.tensor([position]))[0])
-
+from hearth.kernels.noise import gumbel, noise_key
 
 KEYS = torch.tensor([noise_key(seed=7, position=position) for position in range(512)])
 

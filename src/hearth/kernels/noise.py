@@ -11,6 +11,11 @@ import torch
 _MASK64 = (1 << 64) - 1
 
 
+def noise_key(seed: int, position: int) -> int:
+    """As `noise_keys`, for one token."""
+    return int(noise_keys(torch.tensor([signed64(seed)]), torch.tensor([position]))[0])
+
+
 def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return an int64 key for each seed, as by `signed64`, and position; neighbouring keys share nothing."""
     return _mix64(_mix64(seeds + _GOLDEN) + positions.long() * _GOLDEN)
