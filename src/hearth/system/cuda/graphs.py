@@ -188,6 +188,11 @@ class CudaGraphs:
     def destroy(self, graph: int) -> None:
         self._driver.call("cuGraphDestroy", graph)
 
+    def instantiate(self, graph: int) -> int:
+        executable = c_void_p()
+        self._driver.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
+        return executable.value or 0
+
     def launch(self, executable: int, stream: int) -> None:
         self._driver.call("cuGraphLaunch", executable, stream)
 
