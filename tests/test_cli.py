@@ -391,14 +391,16 @@ def test_doctor_says_that_triton_cannot_compile_the_kernel_for_hopper(
 
 
 @pytest.mark.parametrize(("compiler", "num_notes"), [("/nowhere/cc", 1), ("cc", 0)])
-def test_doctor_says_that_graphs_are_restored_in_python(
+def test_doctor_says_that_graphs_are_not_restored(
     hearth: Hearth, monkeypatch: pytest.MonkeyPatch, compiler: str, num_notes: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "is_hopper", lambda: False)
     monkeypatch.setenv("CC", compiler)
     notes = json.loads(hearth("doctor", "--json").out)["notes"]
-    assert sum("restored in Python" in note and compiler in note for note in notes) == num_notes
+    assert (
+        sum("captured again instead of restored" in note and compiler in note for note in notes) == num_notes
+    )
 
 
 def test_doctor_says_which_host_memory_a_cpu_does_not_use(

@@ -33,10 +33,10 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bench.coldstart.graph_process import SPARE_BYTES, GraphTask, hosting_of, placed, worker_setup
-from bench.coldstart.restore_parts import PackedGraph
 from bench.coldstart.ring import Noted, Ring
 from bench.coldstart.shapes import SHAPES, TINY_SHAPES
 from bench.report import percentiles, tell
@@ -61,8 +61,7 @@ from hearth.models.dtypes import DTYPES
 from hearth.models.weights import bind
 from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
 from hearth.snapshot.kernel_handles import KernelHandles
-from hearth.snapshot.native_rebuild import CALLS, NativeRebuild, _Rebuilt
-from hearth.snapshot.rebuild import RestoredGraph
+from hearth.snapshot.native_rebuild import CALLS, NativeRebuild, RestoredGraph, _Rebuilt
 from hearth.snapshot.restored_graphs import RestoredGraphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import CudaDriver
@@ -174,7 +173,7 @@ class Rig:
             *((GraphTrial, "begin", "trial begin"), (GraphTrial, "step_done", "trial step_done")),
             *((GraphTrial, "replay", "trial replay"), (GraphTrial, "end", "trial end")),
             *((GraphTrial, "__init__", "trial pinned number"), (TrialMark, "set", "trial mark")),
-            *((LayerRunner, "rehearse", "rehearse"), (NativeRebuild, "timed", "native graph")),
+            *((LayerRunner, "rehearse", "rehearse"), (NativeRebuild, "__call__", "native graph")),
             *((KernelHandles, "learn", "learn"), (KernelHandles, "resolve", "resolve")),
             *((RestoredGraphs, "_functions", "functions"), (GraphCapture, "capture", "capture")),
         ):
@@ -267,6 +266,14 @@ def burst(scale: Scale, part: str, *, is_tiny: bool) -> None:
 
 
 # Others.
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGraph:
+    """A graph as a snapshot has it, and the functions of its kernels in this process."""
+
+    data: memoryview
+    functions: npt.NDArray[np.uint64]
 
 
 class Beside:

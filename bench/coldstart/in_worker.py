@@ -124,7 +124,7 @@ _TRACED = (
     *((GraphTrial, name, f"trial {name}") for name in ("begin", "replay", "end")),
     *((PendingStep, "wait", "wait"), (Engine, "step", "step"), (TorchLimit, "follow", "torch limit")),
     *((GraphCapture, "capture", "capture"), (StepGraphs, "capture_substitute", "substitute: one part")),
-    *((KernelHandles, "learn", "learn"), (NativeRebuild, "timed", "native graph")),
+    *((KernelHandles, "learn", "learn"), (NativeRebuild, "__call__", "native graph")),
     *((StepLaunches, "get_behind", "get behind"), (PageTable, "map", "map pages")),
     *((SnapshotGraphs, "_empty", "destroy graphs"), (GatewayLink, "send", "send"), (Reports, "pong", "pong")),
 )

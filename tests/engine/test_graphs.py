@@ -69,7 +69,6 @@ class Source:
     coming: set[str] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
     num_failed: int = 0
-    num_interpreted: int = 0
     is_marked: bool = False
     is_stopped: bool = False
     later: set[str] = field(default_factory=set)  #: coming once adapters are wanted
@@ -121,11 +120,6 @@ class TestBooks:
         calls: list[None] = []
         graphs.run(key, lambda: calls.append(None))
         return len(calls)
-
-    def test_graphs_that_were_restored_in_python_are_told(self, graphs: StepGraphs) -> None:
-        assert graphs.num_interpreted == 0
-        graphs.restore_from(Source(num_interpreted=2))
-        assert graphs.num_interpreted == 2
 
     def test_without_a_snapshot_a_graph_is_captured_when_first_needed(
         self, graphs: StepGraphs, captures: Captures

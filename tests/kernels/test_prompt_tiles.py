@@ -3,8 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.core.sizes import TILE_FIELDS
-from hearth.kernels.prompt_tiles import PrefillSpan, cut_tiles
+from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 Chunks = list[tuple[int, int]]
 CHUNKS = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 700)), max_size=12)
@@ -19,7 +18,7 @@ def test_tiles_cover_every_token_once_and_the_longest_context_comes_first(
         spans.append(PrefillSpan(begin, num_tokens, start))
         begin += num_tokens
 
-    tiles = cut_tiles(spans, tile_tokens).reshape(-1, TILE_FIELDS).tolist()
+    tiles = PromptTiles.of(spans, tile_tokens, "cpu").items.tolist()
 
     covered, contexts = [], []
     for first_row, num_tokens, start, first in tiles:

@@ -70,18 +70,6 @@ def test_a_shared_norm_is_stored_once() -> None:
     assert "layers.0.mlp_norm.weight" not in names
 
 
-@pytest.mark.parametrize("quant", QUANTS)
-def test_layer_ranges_touch_and_cover_exactly_the_layers(quant: str) -> None:
-    layout = layout_of(read_arch(build("llama-gqa").directory), "bfloat16", quant)
-
-    ranges = [layout.layer_range(i) for i in range(3)]
-
-    offsets = {spec.name: spec.offset for spec in layout.tensors}
-    assert ranges[0].begin == offsets["layers.0.attn_norm.weight"]
-    assert [r.end for r in ranges[:-1]] == [r.begin for r in ranges[1:]]
-    assert ranges[-1].end == offsets["final_norm.weight"]
-
-
 def test_half_precision_takes_half_the_bytes() -> None:
     arch = read_arch(build("llama-gqa").directory)
 

@@ -14,7 +14,7 @@ from hearth.kernels.quantized import ProductScratch, quantized_linear_reference
 from hearth.models import decoder
 from hearth.models.decoder import Decoder
 from hearth.models.layout import layout_of
-from hearth.models.quantize import Quantized, dequantize, quantize
+from hearth.models.quantize import Quantized, quantize
 from hearth.models.weights import Linear, Weights, bind, contiguous_places
 from hearth.models.workspace import Workspace
 from tests.models.test_decoder import Stage, prefill, stage
@@ -30,6 +30,10 @@ NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32)
 WEIGHTS = st.integers(1, 6).flatmap(
     lambda k: st.lists(st.lists(NUMBERS, min_size=k, max_size=k), min_size=1, max_size=4).map(torch.tensor)
 )
+
+
+def dequantize(quantized: Quantized) -> torch.Tensor:
+    return quantized.values.float() * quantized.scale[:, None]
 
 
 @given(WEIGHTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,7 +66,6 @@ class FakeDriver(CudaGraphs):
         self.function_by_handle: dict[int, Function] = {}
         self.unloaded: set[int] = set()  #: functions that no library has used yet
         self.launched: list[tuple[int, int]] = []
-        self.num_attribute_calls = 0
 
     def handle(self) -> int:
         self._next += 16
@@ -169,14 +167,11 @@ class FakeDriver(CudaGraphs):
         return handle
 
     def set_attribute(self, node: int, attribute: int, value: bytes) -> None:
-        self.num_attribute_calls += 1
         self.node_by_handle[node].attributes[attribute] = value
 
-    def copy_attributes(self, pairs: Iterable[tuple[int, int]]) -> None:
-        for target, source in pairs:
-            self.num_attribute_calls += 1
-            assert self._function(target) == self._function(source)
-            self.node_by_handle[target].attributes = dict(self.node_by_handle[source].attributes)
+    def copy_attributes(self, target: int, source: int) -> None:
+        assert self._function(target) == self._function(source)
+        self.node_by_handle[target].attributes = dict(self.node_by_handle[source].attributes)
 
     def _function(self, node: int) -> int:
         return int(self.node_by_handle[node].params["function"][0])

@@ -6,12 +6,16 @@ import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
+from hearth.snapshot import native_rebuild
+from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.system.cuda import graphs as cuda_graphs
 from hearth.system.cuda.driver import CudaDriver
 from hearth.system.cuda.graphs import EDGE_DATA, KERNEL_NODE, CudaGraphs
+from hearth.system.native_code import native_library
 from tests.snapshot.fake_driver import FakeDriver
 
 CONTEXT = 0x5EED
@@ -34,9 +38,10 @@ class FakeLibrary:
             "cuGraphAddMemcpyNode": self._add_memcpy,
             "cuGraphAddEmptyNode": lambda out, graph, *_: self._store(out, fake.add_empty(graph)),
             "cuGraphKernelNodeSetAttribute": self._set_attribute,
-            "cuGraphKernelNodeCopyAttributes": lambda *pair: fake.copy_attributes([pair]),
+            "cuGraphKernelNodeCopyAttributes": fake.copy_attributes,
             "cuGraphAddDependencies_v2": self._add_dependencies,
             "cuGraphInstantiateWithFlags": lambda out, graph, _: self._store(out, fake.instantiate(graph)),
+            "cuGraphLaunch": fake.launch,
             "cuGraphDestroy": fake.destroy,
             "cuGraphExecDestroy": fake.destroy_executable,
             "cuCtxSetCurrent": lambda _: None,
@@ -49,10 +54,8 @@ class FakeLibrary:
             "cuGetErrorName": (ctypes.c_int, ctypes.c_void_p),
         }
         for name, arguments in types.items():
-            # Where Python passes bytes, C passes an address.
-            exported = [ctypes.c_void_p if one is ctypes.c_char_p else one for one in arguments]
             call = self._called(name, own.get(name, _unknown))
-            setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *exported)(call))
+            setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(call))
 
     def _called(self, name: str, call: Callable[..., None]) -> Callable[..., int]:
         def exported(*arguments: int) -> int:
@@ -113,3 +116,12 @@ class LibraryDriver(CudaDriver):
 
 def graphs_over(library: FakeLibrary) -> CudaGraphs:
     return CudaGraphs(LibraryDriver(library))
+
+
+@cache
+def _native_code() -> ctypes.CDLL:
+    return native_library(native_rebuild._SOURCE)
+
+
+def rebuild_over(library: FakeLibrary) -> NativeRebuild:
+    return NativeRebuild(graphs_over(library), _native_code())

@@ -1,6 +1,6 @@
 """Captures a small graph over memory at fixed addresses, or restores one that another process has captured.
 
-    python tests/snapshot/moved_graph.py save|load|load-in-python DIRECTORY
+    python tests/snapshot/moved_graph.py save|load DIRECTORY
 
 It has kernels of ours, of cuBLAS and of torch, a copy and a fill. Prints `equal` if all is as it should be.
 """
@@ -23,7 +23,6 @@ from hearth.memory.cuda_pages import FIXED_ADDRESSES, CudaPages
 from hearth.memory.library_memory import LibraryMemory
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
-from hearth.snapshot.rebuild import InterpretedRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import CudaDriver
@@ -111,7 +110,7 @@ def main(action: str, directory: Path) -> None:
     if action == "save":
         save(toy, graphs, directory)
     else:
-        load(toy, graphs, directory, is_native=action == "load")
+        load(toy, graphs, directory)
 
 
 def save(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
@@ -124,8 +123,8 @@ def save(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
     (directory / "packed").write_bytes(sections[f"graph/{NAME}"])
 
 
-def load(toy: Toy, graphs: CudaGraphs, directory: Path, *, is_native: bool) -> None:
-    rebuild = NativeRebuild.load(graphs, None) if is_native else InterpretedRebuild(graphs)
+def load(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
+    rebuild = NativeRebuild.load(graphs, None)
     assert rebuild is not None, "there is no C compiler"
     handles = KernelHandles(graphs, loaded_functions)
     sections = {f"graph/{NAME}": memoryview((directory / "packed").read_bytes())}

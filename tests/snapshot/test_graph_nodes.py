@@ -6,14 +6,13 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.errors import GraphUnreadable, KernelsMissing
 from hearth.snapshot.graph_nodes import ATTRIBUTE, EDGE, NODE, Address, GraphNodes, KernelId
 from hearth.snapshot.graph_reader import read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
-from hearth.snapshot.rebuild import rebuild
 from hearth.system.cuda.graphs import (
     EDGE_DATA,
     GRAPH_NODE_TYPE_KERNEL,
@@ -22,7 +21,7 @@ from hearth.system.cuda.graphs import (
     MEMSET_NODE,
 )
 from tests.snapshot.fake_driver import FakeDriver
-from tests.snapshot.random_graphs import functions_of, graphs, meaning_of
+from tests.snapshot.random_graphs import graphs
 
 
 def test_structures_have_the_sizes_of_cudas_header() -> None:
@@ -69,28 +68,6 @@ def test_a_truncated_or_longer_graph_is_refused(graph: GraphNodes, data: st.Data
     for wrong in (packed[:length], packed + b"\0" * data.draw(st.integers(1, 200))):
         with pytest.raises(GraphUnreadable):
             GraphNodes.unpack(memoryview(wrong))
-
-
-@given(graphs())
-@settings(max_examples=30)
-def test_a_rebuilt_graph_is_read_as_the_one_it_was_made_of(graph: GraphNodes) -> None:
-    driver = FakeDriver()
-    functions = functions_of(driver, graph)
-    restored = rebuild(driver, GraphNodes.unpack(memoryview(graph.pack())), functions)
-    assert not driver.graphs, "the graph itself is kept"
-    (built,) = driver.executables.values()
-    driver.graphs[1] = built
-    own = graph.nodes["num_attributes"] > 0
-    binaries = zip(functions.tolist(), graph.kernels, strict=True)
-    again = read_graph(driver, 1, {at: one.binary for at, one in binaries if one.binary is not None})
-
-    assert meaning_of(again) == meaning_of(graph)
-    num_sets = len({tuple(row) for row in graph.nodes[["kernel", "first_attribute"]][own].tolist()})
-    assert driver.num_attribute_calls <= own.sum() - num_sets + 3 * num_sets
-    restored.launch(7)
-    assert [stream for _, stream in driver.launched] == [7]
-    del restored
-    assert not driver.executables
 
 
 def test_nodes_are_kept_behind_those_that_they_wait_for() -> None:

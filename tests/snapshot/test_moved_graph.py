@@ -30,4 +30,3 @@ def moved(action: str, directory: Path) -> str:
 def test_a_restored_graph_has_the_bits_of_the_captured_one_and_of_eager_work(tmp_path: Path) -> None:
     moved("save", tmp_path)
     assert moved("load", tmp_path).split() == ["equal"]
-    assert moved("load-in-python", tmp_path).split() == ["equal"]

@@ -1,8 +1,7 @@
-"""Graphs made by native code and by the interpreter: the same of the same bytes, and the same errors."""
+"""Graphs rebuilt from packed bytes by native code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from hearth.core.errors import DeviceError, GraphUnreadable, OutOfDeviceMemory
-from hearth.snapshot import native_rebuild
 from hearth.snapshot.graph_nodes import (
     ATTRIBUTE,
     EDGE,
@@ -20,39 +18,28 @@ from hearth.snapshot.graph_nodes import (
 )
 from hearth.snapshot.graph_reader import read_graph
 from hearth.snapshot.native_rebuild import CALLS, NativeRebuild
-from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
 from hearth.system.cuda.graphs import (
     GRAPH_NODE_TYPE_EMPTY,
     GRAPH_NODE_TYPE_KERNEL,
     GRAPH_NODE_TYPE_MEMCPY,
     GRAPH_NODE_TYPE_MEMSET,
     MEMCPY_NODE,
-    CudaGraphs,
 )
-from hearth.system.native_code import native_library
 from tests.snapshot.fake_driver import FakeDriver
-from tests.snapshot.fake_library import CONTEXT, FakeLibrary, graphs_over
+from tests.snapshot.fake_library import CONTEXT, FakeLibrary, graphs_over, rebuild_over
 from tests.snapshot.random_graphs import functions_of, graphs, meaning_of
 
-LIBRARY = native_library(native_rebuild._SOURCE)
-
-
-def native(driver: CudaGraphs) -> NativeRebuild:
-    return NativeRebuild(driver, LIBRARY)
-
-
-WAYS: dict[str, Callable[[CudaGraphs], Rebuild]] = {"native": native, "interpreted": InterpretedRebuild}
 several_times = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Process:
     """One that makes graphs, over a library of its own, with functions for all kernels of one graph."""
 
-    def __init__(self, way: str, graph: GraphNodes) -> None:
+    def __init__(self, graph: GraphNodes) -> None:
         self.fake = FakeDriver()
         self.library = FakeLibrary(self.fake)
         self.functions = functions_of(self.fake, graph)
-        self.rebuild = WAYS[way](graphs_over(self.library))
+        self.rebuild = rebuild_over(self.library)
 
     def built(self, packed: memoryview) -> GraphNodes:
         """The one graph that was made, read again and let go of."""
@@ -64,7 +51,6 @@ class Process:
         (self.fake.graphs[1],) = self.fake.executables.values()
         binaries = zip(self.functions.tolist(), kernels, strict=True)
         again = read_graph(self.fake, 1, {at: one.binary for at, one in binaries if one.binary is not None})
-        assert restored.num_nodes == len(again.nodes)
         del restored
         assert not self.fake.executables
         return again
@@ -72,15 +58,12 @@ class Process:
 
 @given(graphs())
 @several_times
-def test_both_ways_make_the_graph_that_was_packed(graph: GraphNodes) -> None:
-    packed = memoryview(graph.pack())
-    for way in WAYS:
-        assert meaning_of(Process(way, graph).built(packed)) == meaning_of(graph), way
+def test_the_graph_that_was_packed_is_made(graph: GraphNodes) -> None:
+    assert meaning_of(Process(graph).built(memoryview(graph.pack()))) == meaning_of(graph)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_bytes_of_another_length_are_refused(way: str, example: GraphNodes) -> None:
-    process, packed = Process(way, example), example.pack()
+def test_bytes_of_another_length_are_refused(example: GraphNodes) -> None:
+    process, packed = Process(example), example.pack()
     for damaged in (b"", packed[:100], packed[:-64], packed + bytes(64), b"x" + packed[1:]):
         with pytest.raises(GraphUnreadable, match="a packed graph"):
             process.rebuild(memoryview(damaged), process.functions)
@@ -111,27 +94,18 @@ def example() -> GraphNodes:
 
 
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "cuGraphExecDestroy"])
-def test_a_call_that_the_driver_refuses_is_told_alike_and_leaves_nothing(
-    call: str, example: GraphNodes
-) -> None:
-    packed, told = memoryview(example.pack()), dict[str, str]()
-    for way in WAYS:
-        process = Process(way, example)
-        process.library.refusals[call] = (0, 719)
-        with pytest.raises(DeviceError) as caught:
-            process.rebuild(packed, process.functions)
-        told[way] = str(caught.value)
-        assert not process.fake.executables
-        # A graph that cannot be destroyed stays.
-        assert bool(process.fake.graphs) == (call == "cuGraphDestroy")
-    assert told["native"] == told["interpreted"]
-    assert call in told["native"]
-    assert "CUDA_ERROR_OF_A_TEST (719)" in told["native"]
+def test_a_call_that_the_driver_refuses_is_told_and_leaves_nothing(call: str, example: GraphNodes) -> None:
+    process = Process(example)
+    process.library.refusals[call] = (0, 719)
+    with pytest.raises(DeviceError, match=rf"{call}.*CUDA_ERROR_OF_A_TEST \(719\)"):
+        process.rebuild(memoryview(example.pack()), process.functions)
+    assert not process.fake.executables
+    # A graph that cannot be destroyed stays.
+    assert bool(process.fake.graphs) == (call == "cuGraphDestroy")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_memory_that_runs_out_half_way_is_told_as_such(way: str, example: GraphNodes) -> None:
-    process = Process(way, example)
+def test_memory_that_runs_out_half_way_is_told_as_such(example: GraphNodes) -> None:
+    process = Process(example)
     process.library.refusals["cuGraphAddKernelNode_v2"] = (1, 2)
     with pytest.raises(OutOfDeviceMemory):
         process.rebuild(memoryview(example.pack()), process.functions)
@@ -139,26 +113,18 @@ def test_memory_that_runs_out_half_way_is_told_as_such(way: str, example: GraphN
 
 
 def test_each_node_with_attributes_takes_one_call_but_the_first_of_its_kind(example: GraphNodes) -> None:
-    num_calls = []
-    for way in WAYS:
-        process = Process(way, example)
-        process.built(memoryview(example.pack()))
-        num_calls.append(process.library.num_calls)
-    assert num_calls[0] == num_calls[1]
-    assert num_calls[0]["cuGraphKernelNodeCopyAttributes"] > 0
+    process = Process(example)
+    process.built(memoryview(example.pack()))
+    calls = process.library.num_calls
+    # Kinds: three nodes of one kernel with two attributes each, and one of another kernel with one.
+    assert calls["cuGraphKernelNodeSetAttribute"] == 2 + 1
+    assert calls["cuGraphKernelNodeCopyAttributes"] == 2
 
 
 def test_bytes_that_lie_anywhere_are_taken(example: GraphNodes) -> None:
     packed = bytes(3) + example.pack()
-    process = Process("native", example)
+    process = Process(example)
     assert meaning_of(process.built(memoryview(packed)[3:])) == meaning_of(example)
-
-
-def test_the_parts_of_a_graphs_time_are_told(example: GraphNodes) -> None:
-    process = Process("native", example)
-    restored, times = process.rebuild.timed(memoryview(example.pack()), process.functions)
-    assert restored.num_nodes == len(example.nodes)
-    assert min(times.nodes_s, times.attributes_s, times.edges_s, times.instantiate_s) > 0.0
 
 
 def test_without_a_compiler_there_is_none_which_is_said(
@@ -169,6 +135,6 @@ def test_without_a_compiler_there_is_none_which_is_said(
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert NativeRebuild.load(driver, tmp_path) is None
     (record,) = caplog.records
-    assert record.message.startswith("fallback restore=interpreted reason=")
+    assert record.message.startswith("fallback graphs=captured reason=")
     monkeypatch.delenv("CC")
     assert NativeRebuild.load(driver, tmp_path) is not None

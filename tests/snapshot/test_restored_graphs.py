@@ -14,14 +14,12 @@ from hearth.snapshot import restored_graphs
 from hearth.snapshot.file import open_snapshot, write_snapshot
 from hearth.snapshot.graph_names import is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
-from hearth.snapshot.native_rebuild import NativeRebuild
-from hearth.snapshot.rebuild import InterpretedRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import MEMORYTYPE_DEVICE, MEMORYTYPE_HOST
 from hearth.system.cuda.graphs import KERNEL_NODE
 from tests.snapshot.fake_driver import FakeDriver
-from tests.snapshot.fake_library import FakeLibrary, graphs_over
+from tests.snapshot.fake_library import FakeLibrary, rebuild_over
 from tests.snapshot.fingerprints import FINGERPRINT, KEY
 
 FIXED = range(0x18000000000, 0x20000000000)
@@ -39,6 +37,8 @@ class Machine:
 
     def __init__(self, sizes: list[int]) -> None:
         self.driver = Driver()
+        self.library = FakeLibrary(self.driver)
+        self.rebuild = rebuild_over(self.library)
         self.function_by_size = {
             size: self.driver.add_function(f"product_{size}", size, [(0, 8)]) for size in sizes
         }
@@ -85,7 +85,7 @@ def test_all_graphs_are_restored_the_smallest_first() -> None:
     graphs = machine.restored(sections_of(names) | {"memory_profile": b"other"})
     assert all(graphs.is_coming(name) for name in names)
     assert graphs.find("decode-8") is None
-    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
+    graphs.restore(machine.rebuild, machine.rehearse, lambda: None)
 
     assert machine.rehearsed == ["tail-1", "decode-8", "decode-64", "mixed-512"]
     assert not any(graphs.is_coming(name) for name in names)
@@ -108,9 +108,7 @@ def test_the_pause_that_is_told_of_is_that_before_the_first_graph(
     def give_way() -> None:
         now_s[0] += 5.0 if now_s[0] == 0.0 else 0.5
 
-    machine.restored(sections_of(names)).restore(
-        InterpretedRebuild(machine.driver), machine.rehearse, give_way
-    )
+    machine.restored(sections_of(names)).restore(machine.rebuild, machine.rehearse, give_way)
     assert "graphs=3 of=3 seconds=6.000 paused_s=5.000" in caplog.text
 
 
@@ -124,7 +122,7 @@ def test_a_graph_that_a_step_needs_is_restored_before_smaller_ones() -> None:
         for name in next(pauses, []):
             graphs.want(name)
 
-    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, pause)
+    graphs.restore(machine.rebuild, machine.rehearse, pause)
     assert machine.rehearsed == ["decode-64", "mixed-512", "decode-1", "decode-8"]
     assert all(graphs.find(name) for name in names)
 
@@ -135,35 +133,33 @@ def test_kernels_that_are_known_need_no_rehearsal() -> None:
     for size in (8, 64):
         machine.handles.learn(machine.capture(size))
     graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
-    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
+    graphs.restore(machine.rebuild, machine.rehearse, lambda: None)
 
     assert machine.rehearsed == ["decode-8"]
     assert graphs.find("decode-64") is not None
 
 
-def test_graphs_are_restored_by_native_code_or_counted_as_not() -> None:
-    for is_native, num_interpreted in ((True, 0), (False, 2)):
-        machine = Machine([8, 64])
-        driver = graphs_over(FakeLibrary(machine.driver))
-        native = NativeRebuild.load(driver, None)
-        assert native is not None
-        graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
-        graphs.restore(native if is_native else InterpretedRebuild(driver), machine.rehearse, lambda: None)
+def test_without_native_code_no_graph_comes_and_each_counts_as_failed(tmp_path: Path) -> None:
+    path, machine = tmp_path / "a.snapshot", Machine([8, 64])
+    write_snapshot(path, FINGERPRINT, sections_of(["decode-8", "decode-64", "decode-adapters-8"]), KEY)
+    num_files = len(os.listdir("/proc/self/fd"))
+    graphs = later(machine, open_snapshot(path, KEY))
+    graphs.restore(None, machine.rehearse, lambda: None)
+    graphs.want_adapters()
 
-        assert all(graphs.find(name) for name in ("decode-8", "decode-64"))
-        assert (graphs.num_failed, graphs.num_interpreted) == (0, num_interpreted)
+    assert machine.rehearsed == []
+    assert not any(graphs.is_coming(name) or graphs.find(name) for name in ("decode-8", "decode-adapters-8"))
+    assert graphs.num_failed == 2
+    assert len(os.listdir("/proc/self/fd")) == num_files, "the file is closed"
 
 
 def test_a_graph_that_the_driver_refuses_is_left_out_and_the_others_come(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     machine = Machine([8, 64])
-    library = FakeLibrary(machine.driver)
-    library.refusals["cuGraphInstantiateWithFlags"] = (1, 719)
-    native = NativeRebuild.load(graphs_over(library), None)
-    assert native is not None
+    machine.library.refusals["cuGraphInstantiateWithFlags"] = (1, 719)
     graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
-    graphs.restore(native, machine.rehearse, lambda: None)
+    graphs.restore(machine.rebuild, machine.rehearse, lambda: None)
 
     assert graphs.find("decode-8") is not None
     assert (graphs.find("decode-64"), graphs.num_failed) == (None, 1)
@@ -179,7 +175,7 @@ def test_each_graph_gives_way_and_none_is_restored_that_nobody_wants_any_more() 
         if len(num_pauses) == 2:
             graphs.stop()
 
-    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, pause)
+    graphs.restore(machine.rebuild, machine.rehearse, pause)
 
     assert (machine.rehearsed, len(num_pauses)) == (["decode-8"], 2)
     assert graphs.find("decode-8") is not None
@@ -188,7 +184,7 @@ def test_each_graph_gives_way_and_none_is_restored_that_nobody_wants_any_more() 
 def test_a_graph_whose_kernels_are_nowhere_is_left_out_visibly(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine([8])
     graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
-    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
+    graphs.restore(machine.rebuild, machine.rehearse, lambda: None)
 
     assert graphs.find("decode-8") is not None
     assert graphs.find("decode-64") is None
@@ -203,7 +199,7 @@ def test_nothing_is_rehearsed_whose_triton_kernels_are_not_loaded() -> None:
     graphs = {"decode-8": captured.capture(8)}
     binaries = {captured.function_by_size[8]: "hash of source and variant"}
     restored = machine.restored(pack_graphs(captured.driver, graphs, binaries, FIXED))
-    restored.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
+    restored.restore(machine.rebuild, machine.rehearse, lambda: None)
 
     assert machine.rehearsed == []
     assert restored.num_failed == 1
@@ -218,7 +214,7 @@ def test_a_discarded_snapshot_has_no_graphs_and_none_are_coming() -> None:
         if name == "decode-64":  # while this one is restored
             graphs.discard("3 numbers differ")
 
-    graphs.restore(InterpretedRebuild(machine.driver), discard, lambda: None)
+    graphs.restore(machine.rebuild, discard, lambda: None)
 
     assert machine.reasons == ["3 numbers differ"]
     assert graphs.find("decode-8") is None
@@ -258,7 +254,7 @@ def test_a_damaged_graph_discards_the_snapshot() -> None:
     sections["graph/decode-16"] = sections["graph/decode-16"][:-64]
     machine = Machine([8, 16, 64])
     graphs = machine.restored(sections)
-    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
+    graphs.restore(machine.rebuild, machine.rehearse, lambda: None)
 
     (reason,) = machine.reasons
     assert "a packed graph has" in reason
@@ -277,7 +273,7 @@ def test_a_rehearsal_waits_for_the_memory_of_weights_that_arrive(monkeypatch: py
         machine.rehearse(name)
 
     graphs = machine.restored(sections_of(["decode-8"]))
-    graphs.restore(InterpretedRebuild(machine.driver), rehearse, lambda: None)
+    graphs.restore(machine.rebuild, rehearse, lambda: None)
     assert graphs.find("decode-8") is not None
 
 
@@ -289,7 +285,7 @@ def test_a_rehearsal_waits_for_no_memory_once_nobody_wants_the_graphs() -> None:
         graphs.stop()  # its engine is closed, and its memory gone
         raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
-    graphs.restore(InterpretedRebuild(machine.driver), rehearse, lambda: None)
+    graphs.restore(machine.rebuild, rehearse, lambda: None)
     assert graphs.find("decode-8") is None
 
 
@@ -302,9 +298,7 @@ def later(machine: Machine, views: Mapping[str, memoryview]) -> RestoredGraphs:
         mark,
         machine.reasons.append,
         is_for_adapters,
-        go_on=lambda graphs: graphs.restore(
-            InterpretedRebuild(machine.driver), machine.rehearse, lambda: None
-        ),
+        go_on=lambda graphs: graphs.restore(machine.rebuild, machine.rehearse, lambda: None),
     )
 
 
@@ -312,7 +306,7 @@ def test_graphs_for_adapters_come_once_somebody_wants_them_the_smallest_first() 
     names = ["decode-adapters-64", "decode-8", "mixed-adapters-512", "decode-64", "tail-adapters-1"]
     machine = Machine([1, 8, 64, 512])
     graphs = later(machine, views_of(names))
-    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
+    graphs.restore(machine.rebuild, machine.rehearse, lambda: None)
     assert machine.rehearsed == ["decode-8", "decode-64"]
     assert not graphs.is_coming("decode-adapters-64")
     graphs.want_adapters()
@@ -337,8 +331,8 @@ def test_graphs_that_are_wanted_while_others_come_are_restored_behind_them(
         assert graphs.is_coming("decode-adapters-1")
         machine.rehearse(name)
 
-    graphs.restore(InterpretedRebuild(machine.driver), rehearse, lambda: None)
-    graphs.restore(InterpretedRebuild(machine.driver), rehearse, lambda: None)
+    graphs.restore(machine.rebuild, rehearse, lambda: None)
+    graphs.restore(machine.rebuild, rehearse, lambda: None)
     assert machine.rehearsed == ["decode-8", "decode-64", "decode-adapters-1"]
     assert [text.partition(" seconds")[0] for text in caplog.messages] == ["graphs_restored graphs=3 of=3"]
 
@@ -350,7 +344,7 @@ def test_a_file_is_closed_when_all_of_its_graphs_have_come(tmp_path: Path) -> No
     num_files, opened = len(os.listdir("/proc/self/fd")), open_snapshot(path, KEY)
     graphs = later(machine, opened)
     del opened
-    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
+    graphs.restore(machine.rebuild, machine.rehearse, lambda: None)
     assert graphs.find("decode-8")
     assert len(os.listdir("/proc/self/fd")) == num_files + 1, "those for adapters may be wanted"
     graphs.want_adapters()

@@ -33,7 +33,6 @@ from hearth.core.types import Hold, ModelId, RequestId, Rung
 from hearth.engine.assemble import assemble
 from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.engine.graph_capture import GraphCapture
-from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.kernels import prefill_hopper
@@ -195,21 +194,6 @@ def test_models_whose_products_of_eight_bits_lack_scratch_are_told_of_and_counte
 
     assert bench.gateway.ping().fallbacks["eight_bit_products"] == 3
     assert sum("fallback eight_bit_products=" in line for line in caplog.messages) == 1
-
-
-def test_models_whose_graphs_are_restored_in_python_are_counted(
-    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.gate.open()
-    bench.gateway.load("a", model)
-    assert bench.gateway.ping().fallbacks["graphs_restored_in_python"] == 0
-
-    graphs = SimpleNamespace(num_interpreted=3, num_unrestored=0, num_restored=0, captured={})
-    with monkeypatch.context() as patch:  # a CPU has none
-        patch.setattr(LayerRunner, "graphs", property(lambda _: graphs), raising=False)
-        assert bench.gateway.ping().fallbacks["graphs_restored_in_python"] == 1
-
-    assert bench.gateway.ping().fallbacks["graphs_restored_in_python"] == 1, "a counter never counts back"
 
 
 def test_weights_that_are_on_their_way_have_memory_but_are_not_there_yet(bench: Bench, model: Path) -> None:

@@ -57,7 +57,6 @@ def restored(machine: Machine, cache: Path) -> RestoredGraphs:
     worker.start(graphs, runner)
     worker._thread.shutdown(wait=True)
     assert not machine.reasons
-    assert all(graphs.find(name) for name in NAMES)
     return graphs
 
 
@@ -65,21 +64,24 @@ def test_native_code_is_compiled_once_for_all_workers_and_restores_all_graphs(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o700)
-    assert restored(machine, tmp_path).num_interpreted == 0
+    assert all(map(restored(machine, tmp_path).find, NAMES))
     (kept,) = tmp_path.iterdir()
     assert kept.name.startswith("native_rebuild-")
 
     monkeypatch.setattr("subprocess.run", None)  # no compiler is asked a second time
-    assert restored(machine, tmp_path).num_interpreted == 0
+    assert all(map(restored(machine, tmp_path).find, NAMES))
 
 
-def test_without_a_compiler_the_interpreter_restores_all_graphs_and_says_so(
+def test_without_a_compiler_no_graph_is_restored_which_is_logged_once_and_counted(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("CC", "/nowhere/cc")
-    assert restored(machine, tmp_path).num_interpreted == len(NAMES)
-    assert [text for text in caplog.messages if text.startswith("fallback restore=interpreted reason=")]
+    graphs = restored(machine, tmp_path)
+    assert not any(graphs.find(name) or graphs.is_coming(name) for name in NAMES)
+    assert graphs.num_failed == len(NAMES)
+    (message,) = [text for text in caplog.messages if text.startswith("fallback graphs=captured reason=")]
+    assert message.endswith("remedy=`install a C compiler (cc)`")
 
 
 @pytest.mark.parametrize("is_engine_there", [True, False])

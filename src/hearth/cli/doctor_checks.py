@@ -100,8 +100,8 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
         )
     if has_cuda and (obstacle := native_obstacle()) is not None:
         notes.append(
-            f"CUDA graphs of snapshots are restored in Python, which slows down other models: {obstacle}; "
-            "install a C compiler (cc)"
+            "graphs of snapshots are captured again instead of restored, so models start more slowly: "
+            f"{obstacle}; install a C compiler (cc)"
         )
     if (spin_reason := wait_policy().spin_reason) is not None:
         notes.append(f"waiting threads spin, which is slow when other processes are busy: {spin_reason}")

@@ -33,7 +33,6 @@ FALLBACKS = {
     "first_steps_not_captured": "starts whose first steps ran without CUDA graphs: see the log",
     "graphs": "models that run without CUDA graphs: torch frees memory that graphs use",
     "graphs_not_restored": "from snapshots, captured again instead",
-    "graphs_restored_in_python": "models whose graphs were restored in Python: no C compiler",
     "kernels_compiled_while_serving": "while all models of the worker waited",
     "kernels_loaded_while_serving": "from disk during a step",
     "late_collections": "of garbage during requests: the worker was never idle",

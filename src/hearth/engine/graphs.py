@@ -38,8 +38,7 @@ class CapturedGraph(StepGraph, Protocol):
 class GraphSource(Protocol):
     """The graphs of a snapshot. Another thread restores them one by one; the step thread asks for them."""
 
-    num_failed: int  #: that could not be restored
-    num_interpreted: int  #: restored node by node, in Python
+    num_failed: int  #: graphs that could not be restored
 
     def find(self, key: str) -> StepGraph | None: ...
 
@@ -105,10 +104,6 @@ class StepGraphs:
     @property
     def num_unrestored(self) -> int:
         return 0 if self._source is None else self._source.num_failed
-
-    @property
-    def num_interpreted(self) -> int:
-        return 0 if self._source is None else self._source.num_interpreted
 
     def restore_from(self, source: GraphSource) -> None:
         self._source = source

@@ -39,7 +39,6 @@ _ROW_INPUTS = 1024
 
 @lru_cache(maxsize=64)
 def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
-    """Return the blocks for rows of `k` inputs, in tiles of few rows (decode) or many (prompts)."""
     is_small, is_float32 = tile_rows <= ADAPTER_TILE_ROWS, dtype == torch.float32
     num_splits = ADAPTER_SPLITS
     if is_small:  # a power of two, each at least as long as one read of a program

@@ -48,8 +48,6 @@ _BEGIN, _NUM, _PART = map(_for_kernels, (BEGIN_BIT, NUM_BIT, PART_BIT))
 
 @dataclass(frozen=True, slots=True)
 class SliceFactor:
-    """The second factor of some outputs of a projection."""
-
     begin: int  #: the first output
     b: torch.Tensor  #: [rank, outputs]; the stride of rows is a multiple of FACTOR_ROW_ALIGNMENT
 
@@ -62,8 +60,6 @@ class TargetFactors:
 
 @dataclass(frozen=True, slots=True)
 class AdapterGroup:
-    """The rows of a step that have the same adapter."""
-
     factors: Mapping[int, TargetFactors]  #: by target
     address: int  #: of its table on the device, [targets, TARGET_FIELDS]
     rows: npt.NDArray[np.int64]
@@ -143,7 +139,6 @@ def cut_adapter_shares(
 
 
 def _numbered(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return for each item its owner, and its index among the owner's items."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

@@ -33,5 +33,4 @@ def run_beside(device: torch.device, main: Callable[[], object], branch: Callabl
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the second stream of captures on a device, of which one runs at a time."""
     return torch.cuda.Stream(device)

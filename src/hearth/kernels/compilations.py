@@ -1,8 +1,4 @@
-"""Counts kernels that Triton compiles or loads while a step waits for them.
-
-Kernels are made ready before a model's first step. One that is compiled later stops the steps of all models
-of the process meanwhile, so it is logged, counted and shown.
-"""
+"""Counts and logs kernels that Triton compiles or loads while the steps of all models wait for them."""
 
 from __future__ import annotations
 
@@ -22,8 +18,6 @@ log = logging.getLogger(__name__)
 
 
 class Compilations:
-    """Counts of one process. Mutable; written by each thread that needs a kernel."""
-
     def __init__(self) -> None:
         self.num_ahead = 0  #: kernels that were compiled before a step needed them
         self.num_while_serving = 0  #: kernels that were compiled at a launch
@@ -32,7 +26,6 @@ class Compilations:
         self._lock = threading.Lock()
 
     def watch(self) -> None:
-        """Have Triton report its compilations from now on. Idempotent."""
         if HAS_TRITON:
             triton.knobs.compilation.listener = self._note
 
@@ -63,7 +56,6 @@ class Compilations:
 
 
 def _variant(source: Any) -> str:
-    """Format what a kernel was compiled for: its constants and the types of its arguments."""
     constants = {source.fn.arg_names[at]: value for (at, *_), value in source.constants.items()}
     types = {name: kind for name, kind in source.signature.items() if name not in constants}
     return ", ".join(f"{name}={value}" for name, value in {**types, **constants}.items())

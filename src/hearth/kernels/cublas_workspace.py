@@ -11,7 +11,6 @@ _FIRST_THAT_FREES = (2, 12)
 
 
 def capture_obstacle(torch_version: str) -> str | None:
-    """Say why steps cannot be captured as graphs; None: they can."""
     numbers = tuple(int(part) for part in torch_version.split(".")[:2])
     if numbers < _FIRST_THAT_FREES:
         return None

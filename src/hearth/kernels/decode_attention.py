@@ -90,8 +90,6 @@ def decode_attention_reference(
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Tokens that a program reads at a time, and launch parameters."""
-
     block_n: int
     num_warps: int
     num_stages: int
@@ -398,7 +396,6 @@ def _merge(
 
 @triton.jit
 def _in_group(member, head, GROUP: tl.constexpr, MEMBERS: tl.constexpr, SUBGROUPS: tl.constexpr):
-    """Mask of members: the last part of a group may have fewer than others."""
     in_group = member < MEMBERS
     if GROUP % MEMBERS != 0:
         in_group = in_group & (member < GROUP - head % SUBGROUPS * MEMBERS)
@@ -407,7 +404,6 @@ def _in_group(member, head, GROUP: tl.constexpr, MEMBERS: tl.constexpr, SUBGROUP
 
 @triton.jit
 def _q_head(head, GROUP: tl.constexpr, MEMBERS: tl.constexpr, SUBGROUPS: tl.constexpr):
-    """The first q head of a part of a group."""
     if SUBGROUPS == 1:
         return head * GROUP
     return head // SUBGROUPS * GROUP + head % SUBGROUPS * MEMBERS
@@ -421,27 +417,23 @@ def _page_of(token, BLOCK_TOKENS: tl.constexpr):
 
 @triton.jit
 def _unit(page, token, kv_stride, TOKEN_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Offset of a token of a page."""
     offset = (token.to(tl.uint32) % BLOCK_TOKENS).to(tl.int32) * TOKEN_STRIDE
     return page.to(tl.uint32).to(tl.int64) * kv_stride + offset
 
 
 @triton.jit
 def _begin(end, WINDOW: tl.constexpr):
-    """The first token that a row of this length attends to."""
     return tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
 
 
 @triton.jit
 def _out_at(out, row, q_head, dim, NUM_Q: tl.constexpr, DIM: tl.constexpr):
-    """Offsets of the results of some heads."""
     at = tl.cast(row, tl.int64) * NUM_Q + q_head
     return out + at[:, None] * DIM + dim[None, :]
 
 
 @triton.jit
 def _tiles_of(positions, rows, num_rows, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles per head of each row; none from `num_rows` on."""
     length = tl.load(positions + rows, rows < num_rows, other=-1) + 1
     if WINDOW > 0:
         length = tl.minimum(length, WINDOW)

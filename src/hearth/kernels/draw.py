@@ -155,7 +155,6 @@ def _first_draw_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Draw from all tokens of a chunk, and sum up their mass."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     temperature = tl.load(knobs + 4 * slot)
@@ -192,7 +191,6 @@ def _draw_kernel(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Take the first draw of a row, or draw again until top-k and top-p keep the token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     temperature = tl.load(knobs + 4 * slot)
@@ -264,7 +262,6 @@ def _draw_between(source, best, temperature, key, begin, end, floor, beyond, BLO
 
 @triton.jit
 def _above(source, best, temperature, vocab_size, limit, BLOCK: tl.constexpr):
-    """Return the number of tokens with an x above a limit, and their mass."""
     lane = tl.arange(0, BLOCK)
     counts = tl.zeros((BLOCK,), tl.int32)
     masses = tl.zeros((BLOCK,), tl.float32)

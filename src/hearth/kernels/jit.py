@@ -63,7 +63,6 @@ def capability() -> int:
 
 @cache
 def _capability_of(driver: Any) -> int:
-    """Return the capability that one of Triton's drivers compiles for. Cached: every launch needs it."""
     target = driver.get_current_target()
     return int(target.arch) if target.backend == "cuda" else 0
 
@@ -79,7 +78,6 @@ def has_large_memory() -> bool:
 
 @cache
 def num_processors() -> int:
-    """Return the number of multiprocessors of the current CUDA device; 1 where there is none."""
     if not torch.cuda.is_available():
         return 1
     count: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -122,7 +120,7 @@ def hash_kernels(module: str) -> None:
     """Have Triton hash all kernels of an imported module in the same order in every process.
 
     In Triton 3.6, not in 3.9, the hash of a kernel that calls another one depends on which of them is hashed
-    first, if the other reads constants of its module. The cache on disk and snapshots find kernels by hash.
+    first. The cache on disk and snapshots find kernels by hash.
     """
     if not HAS_TRITON:
         return
@@ -139,5 +137,5 @@ def _launches() -> LaunchCache:
 
 
 def can_overlap() -> bool:
-    """Return True where a kernel may start while the one before it drains: on Hopper and later."""
+    """True where a kernel may start while the one before it drains: on Hopper and later."""
     return capability() >= 90 and not triton.knobs.runtime.interpret

@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CachedVariant:
-    """A variant and the directory that Triton keeps it in."""
-
     variant: Variant
     entry: str
 
@@ -74,11 +72,7 @@ class KernelCache:
 
     @staticmethod
     def open(wanted: Path) -> KernelCache:
-        """Create the directory if needed, and have Triton keep all kernels of this process there.
-
-        Raises:
-            DeviceError: the directory cannot be used, or belongs to another user.
-        """
+        """Create the directory if needed, and have Triton keep its kernels there. Raises DeviceError."""
         path = KernelCache.directory(wanted)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -101,7 +95,6 @@ class KernelCache:
         return KernelCache(path)
 
     def find(self, key: str) -> list[CachedVariant] | None:
-        """Return the variants of a list whose entries all exist; None: they have to be compiled."""
         try:
             raw = json.loads(self._list_path(key).read_bytes())
             found = [CachedVariant(Variant(**one["variant"]), one["entry"]) for one in raw]
@@ -113,10 +106,8 @@ class KernelCache:
             return None
 
     def load(self, key: str) -> int | None:
-        """Load the variants of a list onto the current device, so that launches find them there.
-
-        Returns their number; None: they have to be compiled. A variant that cannot be loaded, such as a file
-        that was not flushed before a power loss, is removed with the list.
+        """Load the variants of a list onto the current device; None: they have to be compiled. A variant that
+        cannot be loaded, such as a file that was not flushed before a power loss, is removed with the list.
         """
         found = self.find(key)
         if found is None:
@@ -140,7 +131,6 @@ class KernelCache:
 
     @contextmanager
     def compiling(self, key: str) -> Iterator[None]:
-        """Hold the lock of a list; blocks while another process compiles its variants."""
         lock = os.open(
             self._list_path(key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
@@ -151,9 +141,8 @@ class KernelCache:
             os.close(lock)
 
     def prune(self, now_s: float | None = None) -> int:
-        """Remove what was not used for `MAX_IDLE_S`, and return how much; other processes may run.
-
-        A directory that the user has set for Triton is left alone: other programs may share it.
+        """Remove what was not used for `MAX_IDLE_S`, and return how much. A directory that the user has set
+        for Triton is left alone: other programs may share it.
         """
         if os.environ.get(_TRITONS_VARIABLE):
             return 0
@@ -169,7 +158,6 @@ class KernelCache:
         return num_removed
 
     def _remove(self, path: Path) -> None:
-        """Remove an entry or a list, if it exists."""
         with suppress(FileNotFoundError):  # renamed first: other processes see all of it or nothing
             renamed = path.rename(self.path / f".stale.{secrets.token_hex(8)}")
             shutil.rmtree(renamed) if renamed.is_dir() else renamed.unlink()
@@ -180,10 +168,7 @@ class KernelCache:
 
 def _load_to_device(variant: Variant) -> None:
     """Load a variant. One that exceeds the device's resources is logged, and fails when it is launched.
-
-    Raises:
-        ValueError: there is no such kernel, or its description is damaged.
-        RuntimeError: the driver rejects the binary.
+    Raises ValueError if its description is damaged, and RuntimeError if the driver rejects the binary.
     """
     compiled = variant.compiled()
     try:
@@ -208,11 +193,9 @@ def _set_up_triton(path: Path) -> None:
 
 
 def know_compiler(cache: KernelCache) -> threading.Thread | None:
-    """Give Triton the hash of itself that an earlier process has computed; entries are named by it.
-
-    Triton reads 500 MB of its own files to compute it, once per process: the first kernel would wait 0.4 s,
-    and twice as long beside other threads. If it is not known, or a file has changed since, a thread computes
-    and keeps it; that thread is returned. Touches no device.
+    """Give Triton the hash of itself that an earlier process has computed; entries are named by it. Triton
+    reads 500 MB of its own files to compute it: the first kernel would wait 0.4 s. If it is not known, or a
+    file has changed since, a thread computes and keeps it; that thread is returned. Touches no device.
     """
     if not HAS_TRITON:
         return None
@@ -261,7 +244,6 @@ def prepare_to_load() -> None:
 
 
 def usage_of(path: Path) -> CacheUsage:
-    """Count the entries and bytes of a kernel cache, which need not exist."""
     num_entries = num_bytes = 0
     for directory, _, names in os.walk(path):
         num_entries += Path(directory).parent == path and Path(directory).name != _LISTS
@@ -272,7 +254,6 @@ def usage_of(path: Path) -> CacheUsage:
 
 
 def _last_used_s(path: Path) -> float:
-    """Return when an entry or a list was last written, read or loaded, as far as the file system knows."""
     if path.is_file():
         found = path.stat()
         return max(found.st_mtime, found.st_atime)

@@ -24,16 +24,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Launchable:
-    """A compiled kernel, and what it is launched with besides its arguments."""
-
     compiled: Any  #: kept, for Triton unloads a kernel with its last reference
     constants: tuple[object, ...]  #: the keyword arguments of a launch, in the order of the parameters
     get_stream: Any  #: of a device
 
 
 class LaunchCache:
-    """Compiled kernels by launch. Mutable; any thread launches."""
-
     def __init__(self, triton: Any) -> None:
         self._triton = triton
         self._hooks = triton.knobs.runtime
@@ -44,10 +40,7 @@ class LaunchCache:
             log.warning("fallback launches=slow reason=`%s`", obstacle)
 
     def launch(self, key: Hashable, grid: Sequence[int], args: Sequence[Any]) -> bool:
-        """Queue the kernel of `key` on the current stream; False: it is not known, and nothing is done.
-
-        The first argument is a tensor on the current device.
-        """
+        """Queue the kernel of `key`; False: it is not known. The first argument is a tensor."""
         found = self._launchables.get(key)
         # A profiler hooks into Triton's own launches.
         if found is None or self._hooks.launch_enter_hook.calls:
@@ -72,7 +65,6 @@ class LaunchCache:
     def remember(
         self, key: Hashable, kernel: Any, compiled: Any, num_args: int, options: Mapping[str, object]
     ) -> None:
-        """Note what Triton has launched; None: its interpreter, which compiles nothing."""
         if compiled is None or not self._is_known:
             return
         names = kernel.arg_names[num_args:]
@@ -82,7 +74,6 @@ class LaunchCache:
 
 
 def launch_obstacle(version: str) -> str | None:
-    """Say why kernels are launched by Triton's own slow path; None: they are not."""
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if _OLDEST <= numbers <= _NEWEST:
         return None

@@ -26,10 +26,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, 
 
 
 def add_linear(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> bool:
-    """Compute `out += x @ weight.T` in one pass, rounded once.
-
-    False: nothing is computed, because `linear` and a sum are faster for so many rows.
-    """
+    """Compute `out += x @ weight.T`, rounded once. False: not done, as `linear` and a sum are faster."""
     if _is_skinny(x) or _is_flipped(x):
         return False
     if _is_narrow(x, weight):
@@ -44,7 +41,6 @@ def _is_skinny(x: torch.Tensor) -> bool:
 
 
 def _is_narrow(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return True where programs of a few outputs finish before the library's kernel has started."""
     rows, (outputs, inputs) = x.shape[0], weight.shape
     if rows > MAX_NARROW_ROWS or outputs > MAX_NARROW_OUTPUTS or inputs > narrow_tile(rows).max_inputs:
         return False
@@ -73,7 +69,6 @@ FLIPPED_ROWS = range(9, 65)
 def flipped_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor
 ) -> None:
-    """Compute the product as `(weight @ x.T).T`."""
     out.copy_(torch.mm(weight, x.t()).t())
     if bias is not None:
         out.add_(bias)
@@ -154,8 +149,6 @@ def _skinny_linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class NarrowTile:
-    """Block sizes of a program, which computes all rows of a few outputs."""
-
     block_m: int
     block_n: int
     block_k: int

@@ -76,7 +76,6 @@ def add_adapters_triton(
     blocks: AdapterBlocks | None = None,
     product: Callable[[], object] | None = None,
 ) -> None:
-    """Run `product`, which sets `out`, in parallel to the first product of adapters."""
     blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
     num_needed = len(x) * blocks.shrunk_room
     assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"

@@ -30,7 +30,6 @@ def expand_triton(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Add `b` times the result of `shrink_triton` to the rows of `out`."""
     _, n = out.shape
     assert out.is_contiguous(), f"{out.stride()=}"
     shares = rows.shares[target % ADAPTER_PROJECTIONS]
@@ -247,7 +246,6 @@ def _expand_low_row(
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """Add outputs from `first` to `last` of a slice of few ranks to one row."""
     for at in range(first, last, OUTPUTS):
         output = at + tl.arange(0, OUTPUTS)
         is_stored = output < tl.minimum(last, size)

@@ -175,7 +175,6 @@ def _shrink_tile(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write some ranks of the rows of a tile, summed over inputs from `first` to `end`."""
     ranks = block * BLOCK_R + tl.arange(0, BLOCK_R)
     in_rank = ranks < rank
     inputs = tl.arange(0, BLOCK_K)

@@ -12,17 +12,16 @@ _MASK64 = (1 << 64) - 1
 
 
 def noise_key(seed: int, position: int) -> int:
-    """Return a signed 64-bit key for the token at `position`; neighbouring keys share nothing."""
+    """As `noise_keys`, for one token."""
     return int(noise_keys(torch.tensor([signed64(seed)]), torch.tensor([position]))[0])
 
 
 def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the key of each pair of a seed, as by `signed64`, and a position: int64."""
+    """Return an int64 key for each seed, as by `signed64`, and position; neighbouring keys share nothing."""
     return _mix64(_mix64(seeds + _GOLDEN) + positions.long() * _GOLDEN)
 
 
 def signed64(number: int) -> int:
-    """Return the number modulo 2^64 that an int64 can hold."""
     return (number + (1 << 63) & _MASK64) - (1 << 63)
 
 

@@ -22,24 +22,18 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class KvTargets:
-    """The block and the offset in it that k and v of each row are written to."""
-
     blocks: torch.Tensor  #: int64 [rows]
     offsets: torch.Tensor  #: int64 [rows], in the block
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryFactors:
-    """The cosines and sines by which each row is rotated."""
-
     cos: torch.Tensor  #: [rows, 1, rotary_dim]: both halves alike
     sin: torch.Tensor  #: the same, with the first half negated
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The tokens that each row attends to, back over its sequence."""
-
     num_rows: int
     num_tokens: int  #: of the longest row
     blocks: torch.Tensor  #: int64 [rows * blocks]
@@ -57,10 +51,7 @@ class Context:
 
 @dataclass(slots=True, eq=False)
 class PagedRows:
-    """The rows of a step and their place in paged KV.
-
-    Mutable only by caching derived tensors: all layers of a step share table and block size.
-    """
+    """The rows of a step and their place in paged KV. Tensors that all layers share are derived once."""
 
     positions: torch.Tensor  #: int32 [rows], of the token in its sequence
     slots: torch.Tensor  #: int32 [rows], the sequence's row of the block table
@@ -80,7 +71,6 @@ class PagedRows:
         return self._kv_targets
 
     def rotary_factors(self, cos_sin: torch.Tensor) -> RotaryFactors:
-        """Return each row's cosines and sines; `cos_sin` is [positions, 2, rotary_dim / 2]."""
         if self._rotary_factors is None:
             cos, sin = cos_sin[self.positions].unsqueeze(2).unbind(1)
             self._rotary_factors = RotaryFactors(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))

@@ -149,7 +149,6 @@ def prefill_attention_triton(
     shape: PromptTileShape | None = None,
     max_programs: int | None = None,
 ) -> None:
-    """Run the kernel for any shape; `shape` and `max_programs` are for benchmarks."""
     if shape is None:
         shape = PromptTileShape.of(heads, tiles.tile_tokens, len(qkv))
     num_items = len(tiles.items) * (heads.num_q // shape.num_packed)
@@ -296,10 +295,7 @@ def _attend(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend to the tokens from `first` to `last`.
-
-    Blocks are looked up one iteration ahead, so that k and v never wait for the table.
-    """
+    """Attend from `first` to `last`. Blocks are looked up an iteration ahead: k and v never wait for that."""
     dim = tl.arange(0, DIM_PAD)
     token = first + tl.arange(0, BLOCK_N)
     page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)

@@ -70,7 +70,6 @@ def is_hopper() -> bool:
 
 
 def gluon_obstacle() -> str | None:
-    """Say why the installed Triton cannot compile this kernel; None: it can."""
     if HAS_GLUON:
         return None
     found = triton.__version__ if HAS_TRITON else "none"
@@ -78,7 +77,6 @@ def gluon_obstacle() -> str | None:
 
 
 def hopper_obstacle(heads: Heads, dtype: torch.dtype, block_tokens: int) -> str | None:
-    """Say why this kernel cannot attend with such heads over blocks of KV; None: it can."""
     if (obstacle := gluon_obstacle()) is not None:
         return obstacle
     if dtype not in _DTYPES:
@@ -109,7 +107,6 @@ def prefill_attention_hopper(
     num_stages: int | None = None,
     max_programs: int | None = None,
 ) -> None:
-    """Run the kernel; `num_stages` and `max_programs` are for benchmarks."""
     packed, dtype = _TILE_ROWS // tiles.tile_tokens, qkv.dtype
     block_n, usual_stages = _CONTEXT_TILES[heads.dim]
     block_tokens, kv_row = kv.shape[2], heads.num_kv * heads.dim
@@ -252,7 +249,6 @@ def _prefill_hopper_kernel(
 
 @gluon.jit
 def _num_turns(num_tiles, NUM_Q: gl.constexpr, PACKED: gl.constexpr):
-    """Return the number of this program's items."""
     num_items = gl.load(num_tiles) * (NUM_Q // PACKED)
     num_programs = gl.num_programs(0)
     num_whole = num_items // num_programs
@@ -392,7 +388,6 @@ def _attend(
     PACKED: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Compute one half of each item's rows."""
     by_key: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     by_dim: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, by_dim, 2)

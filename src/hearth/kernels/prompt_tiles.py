@@ -21,8 +21,6 @@ from hearth.kernels.paged import Heads
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """A run of consecutive tokens of one sequence among the rows of a step."""
-
     begin: int  #: first row
     num_tokens: int
     start: int  #: position of the first token
@@ -34,8 +32,6 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class PromptTiles:
-    """The tiles of all spans of a step, as attention reads them."""
-
     #: int32 [capacity, TILE_FIELDS]: first row of the tile's span, tokens of the span, position of the span's
     #: first token in its sequence, first token of the tile within the span.
     items: torch.Tensor
@@ -44,7 +40,12 @@ class PromptTiles:
 
     @staticmethod
     def of(spans: Sequence[PrefillSpan], tile_tokens: int, device: torch.device | str) -> PromptTiles:
-        items = torch.from_numpy(cut_tiles(spans, tile_tokens)).to(device).view(-1, TILE_FIELDS)
+        begins, lengths, starts = (
+            np.array([getattr(span, name) for span in spans], np.int64)
+            for name in ("begin", "num_tokens", "start")
+        )
+        tiles = tiles_of(begins, lengths, starts, tile_tokens)
+        items = torch.from_numpy(tiles).to(device).view(-1, TILE_FIELDS)
         return PromptTiles(items, torch.tensor([len(items)], dtype=torch.int32, device=device), tile_tokens)
 
 
@@ -53,22 +54,13 @@ def num_packed(heads: Heads) -> int:
     return 2 if heads.num_q // heads.num_kv % 2 == 0 else 1
 
 
-def cut_tiles(spans: Sequence[PrefillSpan], tile_tokens: int) -> npt.NDArray[np.int32]:
-    """Return the concatenated fields of all tiles, those with the longest context first."""
-    begins, lengths, starts = (
-        np.array([getattr(span, name) for span in spans], np.int64)
-        for name in ("begin", "num_tokens", "start")
-    )
-    return tiles_of(begins, lengths, starts, tile_tokens)
-
-
 def tiles_of(
     begins: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
     starts: npt.NDArray[np.int64],
     tile_tokens: int,
 ) -> npt.NDArray[np.int32]:
-    """Return the same as `cut_tiles` for spans as arrays, which is faster for hundreds."""
+    """Return the concatenated fields of all tiles, those with the longest context first."""
     counts = -(-lengths // tile_tokens)
     ends = counts.cumsum()
     num_tiles = int(ends[-1]) if len(ends) else 0

@@ -176,8 +176,6 @@ def _widened(w, AS_MANTISSAS: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The part of the output that a program computes at a time: [block_m, block_n], in steps of block_k."""
-
     block_m: int
     block_n: int
     block_k: int
@@ -225,7 +223,6 @@ def tile_for(rows: int, dtype: torch.dtype) -> Tile:
 
 
 def sharing_obstacle(scratch: ProductScratch, max_rows: int, dtype: torch.dtype) -> str | None:
-    """Say which products of up to `max_rows` rows are slower for lack of scratch; None: none."""
     fewest = MAX_SKINNY_ROWS + 1
     for most, tile in TILES.items():
         if fewest > max_rows or not tile.per_processor or dtype == torch.float32:
@@ -373,7 +370,6 @@ def _place(tile, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_N:
 
 @triton.jit
 def _part_at(partial, program, is_first, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offset of a program's part of a tile, which may be the tile's first."""
     slot = (program * 2 + tl.where(is_first, 1, 0)).to(tl.int64)
     in_tile = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     return partial + slot * (BLOCK_N * BLOCK_M) + in_tile

@@ -18,8 +18,6 @@ from hearth.kernels.paged import Heads, PagedRows, RotaryFactors
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms over each q and k head (Qwen 3)."""
-
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     eps: float

@@ -20,10 +20,8 @@ def read_step(
     table: torch.Tensor,
     writes: torch.Tensor | None,
 ) -> None:
-    """Set `out[:count] = pinned[:count]` and write to `table`, all int32 and contiguous.
-
-    `writes` [2, n], pinned: unique indices of the flattened table, and the values. Both pinned tensors must
-    stay unchanged until the device has read them, as for `read_host`.
+    """Set `out[:count] = pinned[:count]` and write to `table`, all int32 and contiguous. `writes` [2, n]:
+    unique indices of the flattened table, and values. Pinned tensors stay unchanged until they are read.
     """
     assert writes is None or writes.shape[0] == 2, f"{writes.shape=}"
     impl = read_step_triton if host_read.READS_HOST and runs_triton(out) else read_step_reference

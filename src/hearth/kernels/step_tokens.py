@@ -15,9 +15,8 @@ def gather_tokens(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Set `out[row] = last_tokens[slots[row]]` for the first `num_decode` rows, `sent[row]` for all others.
-
-    `num_decode` (int32 [1]) is on the device, so that one captured launch serves every mix of rows.
+    """Set `out[row] = last_tokens[slots[row]]` for the first `num_decode` rows (int32 [1], on the device, so
+    that one captured launch serves every mix of rows), `sent[row]` for all others.
     """
     impl = gather_tokens_triton if runs_triton(out) else gather_tokens_reference
     impl(sent, slots, num_decode, last_tokens, out=out)

@@ -32,12 +32,11 @@ def rank_cutoff(
 def _rank(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, top_ks: Sequence[int]
 ) -> torch.Tensor:
-    """Return the cutoffs of rows whose temporaries fit in memory together."""
     vocab_size = logits.shape[-1]
     log_sum = logits.logsumexp(-1, keepdim=True) if max(top_ks) == vocab_size else None
     widths = _widths(top_ks, vocab_size, logits.device)
     for width in widths:
-        ranked = logits.topk(width).values if width < vocab_size else _sorted(logits)
+        ranked = logits.topk(width).values if width < vocab_size else logits.sort(descending=True).values
         in_top_k = torch.arange(width, device=logits.device) < top_k
         log_kept = torch.where(in_top_k, ranked, -math.inf).logsumexp(-1, keepdim=True)
         log_mass = log_kept if log_sum is None else torch.where(top_k < vocab_size, log_kept, log_sum)
@@ -49,17 +48,11 @@ def _rank(
 
 
 def _widths(top_ks: Sequence[int], vocab_size: int, device: torch.device) -> tuple[int, ...]:
-    """Return how many logits to rank at the first and each further attempt, until the last is not kept.
-
-    A row without top-k may keep every token. The CPU tries few at first; elsewhere reading the result would
-    block on the device, so all are ranked at once.
+    """Return how many logits to rank at each attempt, until the last is not kept. The CPU tries few at first;
+    elsewhere reading the result would block on the device, so all are ranked at once.
     """
     widest = max((top_k for top_k in top_ks if top_k < vocab_size), default=0)
     if max(top_ks) < vocab_size:
         return (widest,)
     first = _FIRST_WIDTHS if device.type == "cpu" else ()
     return (*(width for width in first if widest < width < vocab_size), vocab_size)
-
-
-def _sorted(logits: torch.Tensor) -> torch.Tensor:
-    return logits.sort(dim=-1, descending=True).values

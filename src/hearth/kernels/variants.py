@@ -27,11 +27,7 @@ class Variant:
     specialization: str  #: as Triton serializes it
 
     def compiled(self) -> Any:
-        """Return Triton's compiled kernel, from its cache if it is there; later launches find it.
-
-        Raises:
-            ValueError: there is no such kernel, or it is not for this device.
-        """
+        """Return Triton's compiled kernel, from its cache if there. Raises ValueError: there is none."""
         if not self.module.startswith(_PACKAGE):
             raise ValueError(f"`{self.module}` is not in {_PACKAGE}")
         try:
@@ -47,7 +43,6 @@ class Variant:
         self._kernels().pop(self._key(), None)
 
     def _kernels(self) -> dict[str, Any]:
-        """Return Triton's compiled kernels of the function on the current device, by key."""
         kernels: dict[str, Any]  # private in Triton 3.6 to 3.9, which have no public way to ask
         kernels, *_ = self._function().device_caches[triton.runtime.driver.active.get_current_device()]
         return kernels
@@ -62,9 +57,8 @@ class Variant:
 
 
 def loaded_functions() -> dict[str, int]:
-    """Return the driver's functions of Hearth's kernels on the current device, by the hash of the variant.
-
-    The hash is the same in all processes with the same source, variant and compiler.
+    """Return the driver's functions of Hearth's kernels on the current device, by the hash of the variant,
+    which is the same in all processes with the same source, variant and compiler.
     """
     device = triton.runtime.driver.active.get_current_device()
     # Copied: other threads may import and compile meanwhile.
@@ -81,10 +75,7 @@ def loaded_functions() -> dict[str, int]:
 
 @contextmanager
 def recording() -> Iterator[set[Variant]]:
-    """Collect the variants that launches over meta tensors need, without compiling them.
-
-    Variants that this process has already compiled or loaded are left out.
-    """
+    """Collect the variants that launches over meta tensors need and this process lacks. Compiles none."""
     found: set[Variant] = set()
 
     def note(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:

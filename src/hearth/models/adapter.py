@@ -29,8 +29,6 @@ MAX_RANK, MAX_SLICES = 256, MAX_ADAPTER_SLICES
 
 
 class Projection(StrEnum):
-    """A linear layer of the decoder, in the order of the forward pass."""
-
     QKV = "qkv"
     O = "o"  # noqa: E741
     UP = "up"
@@ -41,7 +39,6 @@ _NUMBER_OF = {projection: number for number, projection in enumerate(Projection)
 
 
 def target_index(layer: int, projection: Projection) -> int:
-    """Return the row of a layer's projection in the table of an adapter."""
     return layer * len(_NUMBER_OF) + _NUMBER_OF[projection]
 
 
@@ -59,15 +56,12 @@ def projection_shape(dimensions: Dimensions, projection: Projection) -> tuple[in
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlice:
-    """Rows of a projection's output that an adapter changes, with one rank."""
-
     begin: int
     size: int
     rank: int  #: from 1 to MAX_RANK
 
     @property
     def row_size(self) -> int:
-        """The stride of its second factor's rows."""
         return -(-self.size // FACTOR_ROW_ALIGNMENT) * FACTOR_ROW_ALIGNMENT
 
 
@@ -82,7 +76,6 @@ class AdapterTarget:
 
     @property
     def rank(self) -> int:
-        """The rows of its first factor: the sum of its slices' ranks."""
         return sum(part.rank for part in self.slices)
 
     @property
@@ -100,10 +93,7 @@ class FactorPlaces:
 
 @dataclass(frozen=True, slots=True)
 class RelativeTable:
-    """The table by which kernels find an adapter, with addresses relative to its layers.
-
-    Made when an adapter is looked up; loading it, between two steps, only adds addresses.
-    """
+    """The table by which kernels find an adapter; a load, between two steps, only adds addresses."""
 
     targets: array[int]  #: int64 [places]: `target_index` of each
     #: int64 [places, TARGET_FIELDS]: addresses are relative to the first byte of the layer.
@@ -114,7 +104,6 @@ class RelativeTable:
 
     @staticmethod
     def of(places: Iterable[FactorPlaces], begins: Mapping[int, int]) -> RelativeTable:
-        """Return the table of places, given the offset of each layer."""
         targets, fields, weights = array("q"), array("q"), [0] * len(_NUMBER_OF)
         row_weights = weights.copy()
         for place in places:
@@ -136,8 +125,6 @@ class RelativeTable:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """All targets of an adapter in forward order, with the offsets of their factors."""
-
     dtype: str  #: of all factors: one of COMPUTED_DTYPES
     places: tuple[FactorPlaces, ...]
     #: The bytes of each layer that has targets, in order; they touch.
@@ -148,7 +135,6 @@ class AdapterLayout:
 
     @staticmethod
     def of(targets: Iterable[AdapterTarget], dtype: str) -> AdapterLayout:
-        """Lay out targets, which must be in forward order."""
         item_bytes = STORED_ITEM_BYTES[dtype]
         places: list[FactorPlaces] = []
         begins: dict[int, int] = {}

@@ -53,8 +53,6 @@ class _ModulePlace:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """The factors of an adapter in a checkpoint, checked against a base."""
-
     arch: Arch
     layout: AdapterLayout
     checkpoint: Checkpoint
@@ -62,10 +60,7 @@ class AdapterSource:
 
     @staticmethod
     def of(arch: Arch, checkpoint: Checkpoint, modules: LoraModules, dtype: str) -> AdapterSource:
-        """Lay out an adapter in the dtype that its base is computed in.
-
-        Raises BadCheckpoint for a module that the base does not have, or factors of a wrong shape.
-        """
+        """Lay out an adapter in its base's dtype. Raises BadCheckpoint if it does not fit the base."""
         found: dict[tuple[int, Projection, int], LoraModule] = {}
         slices: dict[tuple[int, Projection], list[AdapterSlice]] = defaultdict(list)
         for name, module in modules.items():
@@ -88,10 +83,7 @@ class AdapterSource:
         return AdapterSource(arch, AdapterLayout.of(targets, dtype), checkpoint, found)
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield the adapter's bytes in order and without gaps, each piece made on demand.
-
-        Raises BadCheckpoint for a value that is not finite, or too large for the dtype.
-        """
+        """Yield the adapter's bytes without gaps, made on demand. Raises BadCheckpoint for bad values."""
         done = 0
         for place in self.layout.places:
             for offset, factor in self._factors(place):
@@ -127,7 +119,6 @@ class AdapterSource:
 
 
 def target_names(family: str) -> list[str]:
-    """Return a family's names of the modules that can be adapted, as in PEFT's `target_modules`."""
     modules = NAMES[family].modules
     return [template.rpartition(".")[2] for one in Projection for template in modules[one]]
 
@@ -154,7 +145,6 @@ def _part_of(arch: Arch, module: str) -> _ModulePlace:
 
 
 def _rank(arch: Arch, part: _ModulePlace, module: LoraModule, checkpoint: Checkpoint) -> int:
-    """Return the rank of a module's factors. Raises BadCheckpoint: their shapes do not fit the base."""
     a, b = checkpoint[module.a].shape, checkpoint[module.b].shape
     num_inputs = projection_shape(arch.dimensions, part.projection)[1]
     for name, shape, size, at in ((module.a, a, num_inputs, 1), (module.b, b, part.size, 0)):

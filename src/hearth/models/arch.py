@@ -94,7 +94,6 @@ class Arch:
 
     @property
     def dimensions(self) -> Dimensions:
-        """The numbers that determine memory sizes."""
         return Dimensions(
             num_layers=self.num_layers,
             num_heads=self.num_heads,

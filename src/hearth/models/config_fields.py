@@ -69,7 +69,6 @@ class Fields:
         return [str(item) for item in value]
 
     def section(self, name: str) -> Fields:
-        """Return the fields of the object `name`; none if it is absent or null."""
         value = self.values.get(name) or {}
         if not isinstance(value, Mapping):
             raise BadCheckpoint(f"{self.where}: `{name}` must be an object, given: {brief(value)}")

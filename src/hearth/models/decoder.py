@@ -55,7 +55,6 @@ class Decoder:
         layers: range | None = None,
         on_layer: Callable[[], None] | None = None,
     ) -> None:
-        """`on_layer` is called after each layer was run or launched."""
         self.arch = arch
         self.layers = range(arch.num_layers) if layers is None else layers
         self._cos_sin = cos_sin
@@ -80,7 +79,6 @@ class Decoder:
         self._qkv_scratch = workspace.product_scratch(workspace.activated)
 
     def sharing_obstacle(self) -> str | None:
-        """Say why some 8-bit products are slower than they could be; None: they are not."""
         workspace = self._workspace
         is_plain = all(weights.qkv.scale is None for weights in self.weights.layers)
         if is_plain or not runs_triton(workspace.residual):
@@ -111,7 +109,6 @@ class Decoder:
     def run(
         self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
     ) -> torch.Tensor:
-        """Return the hidden states after the layers, given those before. Arguments are as in `body`."""
         self.body(hidden, step, kv, gate)
         ws = self._cut(hidden.shape[0])
         deltas = self.absorb(self.layers[-1], ws.residual, ws.normed, ws.attended, step.adapters)
@@ -145,10 +142,7 @@ class Decoder:
         return self.head(self._finish(*self._keep(step), adapters, gate))
 
     def finish(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
-        """Return the input of `head` for every row, not only for those that need logits.
-
-        Follows `body` of the last layers, in place of `tail`: it overwrites the workspace.
-        """
+        """Return the input of `head` for every row. Replaces `tail`: it overwrites the workspace."""
         ws = self._cut(step.tokens.shape[0])
         return self._finish(ws.residual, ws.normed, ws.attended, step.adapters, gate)
 
@@ -160,7 +154,6 @@ class Decoder:
         adapters: AdapterRows | None,
         gate: WeightGate | None,
     ) -> torch.Tensor:
-        """Run the last layer's projections, the final norm and `embed_out`."""
         weights = self.weights
         deltas = self.absorb(self.layers[-1], residual, normed, attended, adapters)
         if gate is not None:
@@ -177,16 +170,12 @@ class Decoder:
         return self._linear(hidden, weights.embed_out, out)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of rows of `finish`, at most as many as `logits` has.
-
-        They have the model's dtype, and overwrite those of the previous call.
-        """
+        """Return the logits of rows of `finish`, at most as many as `logits` has, which is overwritten."""
         weights = self.weights
         assert weights.head is not None, f"no head after layer {self.layers.stop - 1}"
         return self._linear(hidden, weights.head, self.logits[: hidden.shape[0]])
 
     def project(self, layer: int, normed: torch.Tensor, adapters: AdapterRows | None = None) -> torch.Tensor:
-        """Return fused q, k and v, not yet normalised or rotated."""
         qkv = self._cut(normed.shape[0]).qkv
         return self._adapted(Projection.QKV, layer, normed, self._weights_of(layer).qkv, qkv, adapters)
 
@@ -252,7 +241,6 @@ class Decoder:
         return self._norm(weights.attn_norm, deltas, residual)
 
     def _keep(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gather the rows that need logits: after the last attention the others are not used."""
         rows = step.logit_rows
         if rows is None:
             ws = self._cut(step.tokens.shape[0])
@@ -341,7 +329,6 @@ class Decoder:
     def _linear(
         self, x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: ProductScratch | None = None
     ) -> torch.Tensor:
-        """Run a projection; `scratch` None: the buffer of q, k and v is idle."""
         if weights.scale is None:
             linear(x, weights.weight, weights.bias, out=out)
         else:

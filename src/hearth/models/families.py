@@ -36,7 +36,6 @@ def read_arch(directory: Path) -> Arch:
 
 
 def arch_from_config(config: Mapping[str, object], where: str = "config.json") -> Arch:
-    """Return the architecture of a config. `where` names the config in messages."""
     _refuse_unsupported(config, where)
     name = _family_name(config, where)
     family = FAMILIES[name]

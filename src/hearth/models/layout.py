@@ -45,8 +45,7 @@ class TensorSpec:
 
     @property
     def end(self) -> int:
-        """The offset of the next tensor, after padding."""
-        return _align(self.offset + self.nbytes)
+        return -(-(self.offset + self.nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +56,8 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All canonical tensors of a model, in forward order."""
-
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
-
-    def layer_range(self, layer: int) -> ByteRange:
-        """Return the bytes of one layer with padding; ranges of successive layers are adjacent."""
-        specs = [spec for spec in self.tensors if spec.name.startswith(f"layers.{layer}.")]
-        assert specs, f"no such layer: {layer}"
-        return ByteRange(specs[0].offset, specs[-1].end)
 
 
 def layout_of(arch: Arch, dtype: str, quant: str = "none") -> Layout:
@@ -93,7 +84,6 @@ def _stored(arch: Arch, dtype: str, quantised: str | None) -> Iterator[tuple[str
 
 
 def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
-    """Yield names and shapes of tensors in forward order."""
     hidden, embed = arch.hidden_size, arch.embed_size
     yield "embed.weight", (arch.vocab_size, embed)
     if arch.position_offset is not None:
@@ -137,7 +127,3 @@ def _linear_shapes(name: str, rows: int, columns: int, *, has_bias: bool) -> Ite
     yield f"{name}.weight", (rows, columns)
     if has_bias:
         yield f"{name}.bias", (rows,)
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

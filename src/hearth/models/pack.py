@@ -24,10 +24,7 @@ SLAB_ROWS = 4096
 class StoredTensor(Protocol):
     @property
     def dtype(self) -> str:
-        """The dtype to store the tensor as: its own, one of `DTYPES`, or bfloat16 if it is quantised.
-
-        Any other text says why the tensor cannot be read.
-        """
+        """One of `DTYPES` to store it as, bfloat16 if it is quantised; else why it cannot be read."""
 
     @property
     def shape(self) -> Shape: ...
@@ -45,7 +42,6 @@ class PackedTensor:
     tensor: torch.Tensor
 
     def memory(self) -> memoryview:
-        """View the tensor's bytes; the view keeps them alive."""
         return self.tensor.view(torch.uint8).flatten().numpy().data
 
 
@@ -59,10 +55,7 @@ def pack(checkpoint: Checkpoint, arch: Arch, layout: Layout, out: torch.Tensor) 
 
 
 def iter_tensors(checkpoint: Checkpoint, arch: Arch, layout: Layout) -> Iterator[PackedTensor]:
-    """Return canonical tensors in the layout's order, each made on demand.
-
-    All names and shapes are checked at once, by this call.
-    """
+    """Return canonical tensors in the layout's order, made on demand; checks all names and shapes first."""
     shapes = {name: stored.shape for name, stored in checkpoint.items()}
     sources = sources_of(arch, layout, shapes)
     _check_head_copy(checkpoint, head_copy(arch, shapes), sources["embed.weight"].parts[0])
@@ -84,7 +77,6 @@ def _packed(
 
 
 def checkpoint_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype of most of the checkpoint's elements."""
     counts: Counter[str] = Counter()
     for stored in checkpoint.values():
         counts[stored.dtype] += prod(stored.shape)
@@ -97,7 +89,6 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> str:
 
 
 def _pieces(arch: Arch, source: TensorSource, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-    """Yield the tensors whose rows make up a canonical one; each is read on demand."""
     for part in source.parts:
         piece = read_tensor(part.name, checkpoint)
         if source.is_interleaved:
@@ -129,7 +120,6 @@ def _stack(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def _quantize(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> Quantized:
-    """Quantise a tensor slab by slab: every row has its own scale."""
     quant = next(quant for quant, stored in QUANTS.items() if stored == spec.dtype)
     values = torch.empty(spec.shape, dtype=STORED_DTYPES[spec.dtype])
     scale = torch.empty(spec.shape[0])
@@ -150,7 +140,6 @@ def _slabs(pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def read_tensor(name: str, checkpoint: Checkpoint) -> torch.Tensor:
-    """Return a tensor of a checkpoint. Raises BadCheckpoint: its dtype is not supported."""
     stored = checkpoint[name]
     if stored.dtype not in DTYPES:
         raise BadCheckpoint(f"`{name}` is stored as {stored.dtype}; supported: {', '.join(DTYPES)}")

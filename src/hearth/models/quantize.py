@@ -43,7 +43,3 @@ def quantize(weight: torch.Tensor, quant: str) -> Quantized:
         values.round_()
     # Beyond the largest, a cast wraps around or gives NaN; division may round one step past it.
     return Quantized(values.clamp_(-largest, largest).to(STORED_DTYPES[stored]), scale)
-
-
-def dequantize(quantized: Quantized) -> torch.Tensor:
-    return quantized.values.float() * quantized.scale[:, None]

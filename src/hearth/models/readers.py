@@ -53,7 +53,6 @@ def _gated(
     o_bias: bool = False,
     mlp_bias: bool = False,
 ) -> Arch:
-    """Read a Llama-like model: RMS norms, a gated MLP, rotary positions, grouped heads of any size."""
     head_dim = f.maybe_integer("head_dim") or _head_dim(f)
     plain = _plain(f, head_dim, windows, intermediate="intermediate_size", activation="hidden_act")
     return replace(
@@ -123,7 +122,6 @@ def falcon(f: Fields) -> Arch:
 def _plain(
     f: Fields, head_dim: int, windows: tuple[int | None, ...], *, intermediate: str | None, activation: str
 ) -> Arch:
-    """Read a pre-norm decoder with LayerNorm, as many kv heads as heads, no positions and no biases."""
     hidden_size, num_heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     return Arch(
         family=f.family,

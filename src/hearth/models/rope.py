@@ -16,7 +16,6 @@ _POSITIONS_AT_ONCE = 32768
 
 
 def read_rope(fields: Fields, head_dim: int) -> Rope:
-    """Read the settings of fully rotated heads; `rope_theta` is at the top or among the parameters."""
     for place in (fields, _parameters(fields)):
         if place.has("partial_rotary_factor") and place.number("partial_rotary_factor") != 1.0:
             raise place.unsupported(
@@ -26,7 +25,6 @@ def read_rope(fields: Fields, head_dim: int) -> Rope:
 
 
 def read_partial_rope(fields: Fields, head_dim: int) -> Rope:
-    """Read GPT-NeoX's settings: the first part of each head is rotated."""
     parameters = _parameters(fields)
     has_factor = parameters.has("partial_rotary_factor")
     name, place = ("partial_rotary_factor", parameters) if has_factor else ("rotary_pct", fields)
@@ -37,7 +35,6 @@ def read_partial_rope(fields: Fields, head_dim: int) -> Rope:
 
 
 def _parameters(fields: Fields) -> Fields:
-    """Return `rope_scaling` of transformers 4 or `rope_parameters` of 5; the older one wins."""
     return fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
 
 

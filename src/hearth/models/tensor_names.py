@@ -32,8 +32,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """The parts of a canonical tensor, stacked by rows; an interleaved one is sorted into q, k, v."""
-
     parts: tuple[Part, ...]
     is_interleaved: bool
 
@@ -116,12 +114,10 @@ NAMES: Mapping[str, NameMap] = {
 
 
 def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[str, TensorSource]:
-    """Find the parts of every canonical tensor among a checkpoint's names and shapes.
-
-    Raises BadCheckpoint for a tensor that is missing, has a wrong shape, or is left over.
-    """
+    """Find the parts of every tensor. Raises BadCheckpoint for a missing, misshapen or left over one."""
     names = NAMES[arch.family]
-    prefix = _prefix(names, found)
+    (embed,) = names.modules["embed"]
+    prefix = next((one for one in names.prefixes if f"{one}{embed}.weight" in found), names.prefixes[0])
     sources = {
         spec.name: _source(arch, spec, names, prefix, found)
         for spec in layout.tensors
@@ -141,17 +137,11 @@ def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[s
 
 
 def head_copy(arch: Arch, found: Mapping[str, Shape]) -> str | None:
-    """Return the name of a tied head that the checkpoint stores anyway; None: it does not."""
     if not arch.tied_head:
         return None
     return next(
         (f"{head}.weight" for head in NAMES[arch.family].head.split("|") if f"{head}.weight" in found), None
     )
-
-
-def _prefix(names: NameMap, found: Mapping[str, Shape]) -> str:
-    (embed,) = names.modules["embed"]
-    return next((p for p in names.prefixes if f"{p}{embed}.weight" in found), names.prefixes[0])
 
 
 def _source(

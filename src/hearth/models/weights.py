@@ -18,8 +18,6 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The place of a tensor's bytes: at `offset` in `base`, which is one-dimensional and uint8."""
-
     base: torch.Tensor
     offset: int
 
@@ -65,8 +63,7 @@ class Weights:
 class WeightGate(Protocol):
     """Weights that are being loaded: a call makes the current stream wait for some, or raises."""
 
-    def is_open(self) -> bool:
-        """Return True once all weights are loaded."""
+    def is_open(self) -> bool: ...
 
     def embed(self) -> None: ...
 
@@ -76,7 +73,6 @@ class WeightGate(Protocol):
 
 
 def contiguous_places(layout: Layout, base: torch.Tensor) -> dict[str, TensorPlace]:
-    """Return the places of tensors in one buffer with the model's layout."""
     return {spec.name: TensorPlace(base, spec.offset) for spec in layout.tensors}
 
 

@@ -20,8 +20,6 @@ from hearth.models.buffers import name_of, views
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The buffers of a forward pass; an unused one has no rows."""
-
     embedded: torch.Tensor  #: [tokens, embed]
     residual: torch.Tensor  #: [tokens, hidden], as are the next three
     delta: torch.Tensor
@@ -46,7 +44,6 @@ class Workspace:
         return replace(self, **{name: getattr(self, name)[:rows] for name in names})
 
     def product_scratch(self, idle: torch.Tensor) -> ProductScratch:
-        """Return scratch for 8-bit products in an idle buffer, with the counters of attention."""
         numbers = idle.view(-1)
         if numbers.dtype != torch.float32:
             numbers = numbers[: len(numbers) // 2 * 2].view(torch.float32)
@@ -55,7 +52,6 @@ class Workspace:
 
     @staticmethod
     def num_bytes(arch: Arch, dtype: torch.dtype, size: StepSize, layers: range | None = None) -> int:
-        """Return the size of a workspace for `layers`; None: for all."""
         return workspace_bytes(arch.dimensions, _layers(arch, layers), name_of(dtype), size)
 
     @staticmethod

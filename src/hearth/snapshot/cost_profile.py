@@ -1,8 +1,4 @@
-"""Measured costs of a machine, which simulations run on. Measures nothing itself.
-
-`python -m bench.profile` measures a machine and writes a profile. Each snapshot has a profile of its model,
-measured by the worker while it served and while the snapshot was made.
-"""
+"""Measured costs of a machine, which simulations run on: by `python -m bench.profile`, or by a worker."""
 
 from __future__ import annotations
 
@@ -84,8 +80,6 @@ class MeasuredShape(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of a profile: measured values, nothing derived."""
-
     version: Literal[1]
     origin: Origin
     bytes_per_s: dict[Rung, Annotated[float, Meta(gt=0)]]  #: from each rung to the device
@@ -107,7 +101,6 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:
-    """Return the profile in a snapshot. Raises SnapshotCorrupt: there is none."""
     try:
         with sections[SECTION] as raw:
             return msgspec.json.decode(raw, type=MeasuredProfile)

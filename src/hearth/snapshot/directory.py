@@ -80,12 +80,7 @@ class SnapshotDirectory:
         return self.path / fingerprint.manifest / f"{fingerprint.digest}{SUFFIX}"
 
     def save(self, fingerprint: Fingerprint, sections: Mapping[str, bytes]) -> Path:
-        """Write a snapshot, and remove the least recently used ones that exceed the quota.
-
-        Raises:
-            StoreFull: it is larger than the quota, or the disk is full.
-            SnapshotError: it cannot be written.
-        """
+        """Write a snapshot, and remove old ones beyond the quota. Raises StoreFull or SnapshotError."""
         path = self.path_of(fingerprint)
         if path.parent.is_symlink():  # what is behind it does not count towards the quota
             raise SnapshotError(f"the snapshot `{path}` cannot be written through a link; delete that")
@@ -101,7 +96,6 @@ class SnapshotDirectory:
         return path
 
     def _remove_unreadable(self, model: str) -> None:
-        """Remove files of a model that can never be used, as of another key or an older format."""
         for entry in self.entries(model):
             try:
                 open_snapshot(entry.path, self.key).close()
@@ -113,11 +107,9 @@ class SnapshotDirectory:
                     log.info("snapshot_removed path=%s reason=`%s`", entry.path, str(error).replace("`", ""))
 
     def load(self, fingerprint: Fingerprint) -> OpenSnapshot | None:
-        """Return the snapshot of a fingerprint and note its use; None: there is none.
-
-        Raises:
-            SnapshotFatal: a process died while it tried the snapshot, which is removed.
-            SnapshotError: there is one that must not be used.
+        """Return the snapshot of a fingerprint and note its use; None: there is none. Raises SnapshotFatal if
+        a process died while it tried the snapshot, which is removed, and SnapshotError if it must not be
+        used.
         """
         path = self.path_of(fingerprint)
         try:
@@ -135,7 +127,6 @@ class SnapshotDirectory:
         return opened
 
     def _remove_fatal(self, path: Path) -> None:
-        """Remove a snapshot that a process died of, and raise SnapshotFatal. Raises OSError."""
         if not (marks := abandoned_marks(path)):
             return
         was_there = path.exists()
@@ -146,21 +137,16 @@ class SnapshotDirectory:
             raise SnapshotFatal(f"a worker died while it tried the graphs of `{path}`, which is removed")
 
     def discard(self, fingerprint: Fingerprint) -> None:
-        """Remove the snapshot of a fingerprint, if there is one. Raises OSError."""
         self.path_of(fingerprint).unlink(missing_ok=True)
 
     def open_file(self, path: Path) -> OpenSnapshot:
-        """Open a snapshot of any fingerprint. Raises SnapshotError."""
         try:
             return open_snapshot(path, self.key)
         except OSError as error:
             raise SnapshotError(f"the snapshot `{path}` cannot be read: {error}") from error
 
     def newest(self, model: str) -> OpenSnapshot | None:
-        """Return the most recently used readable snapshot of a model; None: it has no snapshots.
-
-        Raises SnapshotError: the error of the most recently used one, if none is readable.
-        """
+        """Return the most recently used readable snapshot; None: the model has none. Raises SnapshotError."""
         refusal: SnapshotError | None = None
         for entry in sorted(self.entries(model), key=lambda one: one.used_at_s, reverse=True):
             try:
@@ -173,7 +159,6 @@ class SnapshotDirectory:
         return None
 
     def slot_of(self, model: str) -> int | None:
-        """Return the address slot of a model's most recently used snapshot; None: it has none."""
         try:
             opened = self.newest(model)
         except SnapshotError:  # reported when a start tries to use it
@@ -184,31 +169,24 @@ class SnapshotDirectory:
             return opened.fingerprint.slot
 
     def differences(self, fingerprint: Fingerprint) -> list[FieldDifference]:
-        """Return how the model's most recently used snapshot differs; []: the model has none.
-
-        Raises SnapshotError as `newest` does.
-        """
         if (opened := self.newest(fingerprint.manifest)) is None:
             return []
         with opened:
             return fingerprint.differences(opened.fingerprint)
 
     def entries(self, model: str | None = None) -> list[SnapshotEntry]:
-        """Return the files of one model, or of all, in the order of their paths."""
         return sorted(_entries(self.path, model), key=lambda one: one.path)
 
     def remove(self, model: str) -> int:
-        """Remove all snapshots of a model, and return their number. Raises OSError."""
         return _remove_model(self.path / model)
 
 
 def remove_others(path: Path, models: Collection[str]) -> int:
-    """Remove the snapshots of all other models, if any, and return their number. Raises OSError."""
     return sum(_remove_model(one) for one in _model_directories(path) if one.name not in models)
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove temporary files, if any. No process may write to the directory now. Raises OSError."""
+    """Remove temporary files. No process may write to the directory now."""
     for directory in (path, *_model_directories(path)):
         for file in directory.glob(".*"):
             if _UNFINISHED.fullmatch(file.name):
@@ -249,7 +227,6 @@ def _entries(path: Path, model: str | None = None) -> Iterator[SnapshotEntry]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the snapshots of a model; []: also if its directory was just removed."""
     try:
         return [file for file in directory.glob(f"*{SUFFIX}") if not file.name.startswith(".")]
     except FileNotFoundError:
@@ -263,7 +240,7 @@ def _model_directories(path: Path) -> list[Path]:
 
 
 def _remove_model(directory: Path) -> int:
-    """Remove a model's directory, or a symlink of its name; return its snapshots' number. Raises OSError."""
+    """Remove a model's directory, or a symlink of its name; return its snapshots' number."""
     if directory.is_symlink():
         directory.unlink()
         return 0

@@ -77,7 +77,6 @@ class OpenSnapshot(Mapping[str, memoryview]):
         self._close_file = weakref.finalize(self, os.close, file)
 
     def __getitem__(self, name: str) -> memoryview:
-        """Return the bytes of a section. Raises KeyError, and SnapshotCorrupt if they are damaged."""
         section, begin = self._sections[name], self._begins[name]
         assert self._close_file.alive, f"`{self.path}` was closed"  # its descriptor may be another file's
         data = _read(self.path, self._file, begin, begin + section.num_bytes)
@@ -105,7 +104,6 @@ class OpenSnapshot(Mapping[str, memoryview]):
         self.close()
 
     def verify(self) -> None:
-        """Read all sections. Raises SnapshotCorrupt at the first that is damaged."""
         for name in self:
             self[name].release()
 
@@ -120,11 +118,8 @@ def write_snapshot(
     key: bytes,
     max_bytes: int | None = None,
 ) -> int:
-    """Write a file and return its size. If that fails, the file that was there before remains.
-
-    Raises:
-        StoreFull: the file would have more than `max_bytes`, or the disk is full.
-        SnapshotError: the file cannot be written.
+    """Write a file and return its size. If that fails, the file that was there before remains. Raises
+    StoreFull if the disk is full or the file would exceed `max_bytes`, and SnapshotError.
     """
     table = {name: _SectionEntry(len(data), blake3(data).digest()) for name, data in sections.items()}
     header = msgspec.msgpack.encode(_Header(fingerprint, table))
@@ -164,14 +159,8 @@ def write_file(path: Path, parts: Iterable[bytes], place: Callable[[Path, Path],
 
 
 def open_snapshot(path: Path, key: bytes) -> OpenSnapshot:
-    """Return the sections of a file that was written with `key`.
-
-    Raises:
-        FileNotFoundError: there is none.
-        SnapshotTruncated: it has fewer or more bytes than were written.
-        SnapshotCorrupt: its header is damaged, or the disk cannot read it.
-        SnapshotForeign: it is no snapshot, or of another version of the format.
-        SnapshotUnauthenticated: it was not written with this key, or other users can write to it.
+    """Return the sections of a file that was written with `key`. Raises FileNotFoundError, SnapshotTruncated,
+    SnapshotCorrupt, SnapshotForeign, or SnapshotUnauthenticated if other users can write to it.
     """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -192,7 +181,6 @@ def open_snapshot(path: Path, key: bytes) -> OpenSnapshot:
 
 
 def _read_header(path: Path, file: int, file_bytes: int, key: bytes) -> tuple[_Header, int]:
-    """Return an authentic header, and where it ends. Raises SnapshotError as `open_snapshot` does."""
     begin = _HEAD.size + _MAC_BYTES
     if file_bytes < begin:
         raise _truncated(path, file_bytes, begin)
@@ -226,7 +214,6 @@ def _read_header(path: Path, file: int, file_bytes: int, key: bytes) -> tuple[_H
 
 
 def _read(path: Path, file: int, begin: int, end: int) -> memoryview:
-    """Return a part of a file, aligned. Raises SnapshotTruncated, and SnapshotCorrupt on a disk error."""
     room = bytearray(end - begin + ALIGNMENT)
     aligned = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % ALIGNMENT
     view = memoryview(room)[aligned : aligned + end - begin]

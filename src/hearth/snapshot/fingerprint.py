@@ -23,8 +23,6 @@ class FieldDifference:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that must be the same for a snapshot to be used."""
-
     manifest: str  #: digest of the model's manifest
     layers: str  #: the hosted layers, like 0-32
     addresses: str  #: the slot of the model's address space and its ranges; empty on a CPU
@@ -42,7 +40,6 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """A name that is unique to this fingerprint."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=_DIGEST_BYTES).hexdigest()
 
     @property
@@ -52,7 +49,6 @@ class Fingerprint:
         return None if found is None else int(found[1])
 
     def differences(self, other: Fingerprint) -> list[FieldDifference]:
-        """Return where this fingerprint, of what is here, differs from a stored one."""
         here, there = asdict(self), asdict(other)
         return [
             FieldDifference(name, str(here[name]) or "nothing", str(there[name]) or "nothing")

@@ -1,7 +1,4 @@
-"""The names of graphs in snapshots: part of a step, adapters, number of rows (`GraphKey.name`).
-
-Examples are `decode-8` and `mixed-adapters-512`.
-"""
+"""The names of graphs in snapshots, such as `decode-8` and `mixed-adapters-512` (`GraphKey.name`)."""
 
 from __future__ import annotations
 
@@ -22,13 +19,11 @@ def is_for_adapters(name: str) -> bool:
 
 
 def kind_of(name: str) -> str:
-    """Return a name without the number of rows."""
     kind, _, _ = name.rpartition("-")
     return kind
 
 
 def num_rows_of(name: str) -> int:
-    """Return the number of rows in the name of a graph. Raises GraphUnreadable."""
     _, _, rows = name.rpartition("-")
     if not rows.isdecimal():
         raise GraphUnreadable(f"the graph `{name}` has no number of rows in its name: it is damaged")

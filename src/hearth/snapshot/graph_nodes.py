@@ -113,7 +113,6 @@ class KernelId:
 
     @staticmethod
     def unpack(packed: bytes) -> KernelId:
-        """Unpack a kernel of `packed_kernels`."""
         name_bytes, _, _, count, registers, static, dynamic, large = _KERNEL_ROW.unpack_from(packed)
         begin = _KERNEL_ROW.size + count * PARAMETER.itemsize
         parameters = tuple(_PARAMETER_ROW.iter_unpack(packed[_KERNEL_ROW.size : begin]))
@@ -135,8 +134,6 @@ class KernelId:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A number among the parameters of a node that is large enough to be an address."""
-
     value: int
     kernel: str | None  #: None: of a copy or a fill
     offset: int  #: in the parameters
@@ -189,7 +186,6 @@ class GraphNodes:
 
     @staticmethod
     def unpack(packed: memoryview) -> GraphNodes:
-        """View packed bytes as a graph. Raises GraphUnreadable: they are not those of a graph."""
         *_, nodes, attributes, edges, blobs = _sections(packed)
         kernels = tuple(map(KernelId.unpack, packed_kernels(packed)))
         return GraphNodes(kernels, nodes, attributes, edges, blobs.view(np.uint8))

@@ -34,10 +34,8 @@ from hearth.system.cuda.graphs import (
 
 
 def read_graph(driver: CudaGraphs, graph: int, binary_by_function: Mapping[int, str]) -> GraphNodes:
-    """Read a graph, which must not change meanwhile. `binary_by_function`: as in `KernelId.binary`.
-
-    Raises:
-        GraphUnreadable: it has a node that cannot be rebuilt elsewhere, such as a host call.
+    """Read a graph, which must not change meanwhile. `binary_by_function`: as in `KernelId.binary`. Raises
+    GraphUnreadable: it has a node that cannot be rebuilt elsewhere, such as a host call.
     """
     handles = _in_order(driver, graph)
     kinds = driver.kinds(handles)
@@ -85,8 +83,6 @@ def _in_order(driver: CudaGraphs, graph: int) -> npt.NDArray[np.uint64]:
 
 
 class _Kernels:
-    """The kernels of one graph, each once. Mutable; used by one call of `read_graph`."""
-
     def __init__(self, driver: CudaGraphs, binary_by_function: Mapping[int, str]) -> None:
         self._driver, self._binary_by_function = driver, binary_by_function
         self.ids: list[KernelId] = []
@@ -101,13 +97,10 @@ class _Kernels:
 
 
 class _Blobs:
-    """Aligned byte strings, concatenated. Mutable; used by one call of `read_graph`."""
-
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def keep(self, blob: bytes) -> int:
-        """Append bytes, and return their offset."""
         at = len(self._bytes)
         self._bytes += padded(blob)
         return at
@@ -119,7 +112,6 @@ class _Blobs:
 def _keep_parameters(
     nodes: Table, is_kernel: npt.NDArray[np.bool_], params: Table, kernels: Sequence[KernelId], blobs: _Blobs
 ) -> None:
-    """Append the parameters of all kernels to `blobs`, and note their offsets in `nodes`."""
     at, sizes = [], []
     for kernel, extra, pointers in zip(
         nodes["kernel"][is_kernel].tolist(),
@@ -150,10 +142,7 @@ def _keep_attributes(
     handles: npt.NDArray[np.uint64],
     params: Table,
 ) -> Table:
-    """Return the attributes in which nodes differ from new ones, and note their indices in `nodes`.
-
-    Nodes with equal attributes share them.
-    """
+    """Return attributes in which nodes differ from new ones, shared if equal, and note their indices."""
     _, firsts, kernels = np.unique(nodes["kernel"][is_kernel], return_index=True, return_inverse=True)
     scratch = driver.create()
     try:
@@ -191,7 +180,6 @@ def _buffer(extra: int) -> bytes:
 
 
 def _gathered(parameters: int, kernel: KernelId) -> bytes:
-    """Return the parameters of a node that passes pointers, packed as the kernel reads them."""
     pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_size_t))
     blob = bytearray(kernel.parameter_bytes)
     for index, (offset, size) in enumerate(kernel.parameters):

@@ -27,7 +27,6 @@ class KernelHandles:
     """Functions on one device. Mutable; any thread calls it. Functions are never unloaded."""
 
     def __init__(self, driver: CudaGraphs, function_by_binary: Callable[[], Mapping[str, int]]) -> None:
-        """`function_by_binary` returns the Triton kernels that are loaded now."""
         self._driver = driver
         self._function_by_binary = function_by_binary
         #: Several models may be restored at a time.
@@ -43,14 +42,15 @@ class KernelHandles:
             nodes = self._driver.nodes(graph)
             kernels = nodes[self._driver.kinds(nodes) == GRAPH_NODE_TYPE_KERNEL]
             for row in self._driver.kernel_nodes(kernels):
-                self._learn(int(row["function"]) or self._driver.function_of(int(row["kernel"])))
+                function = int(row["function"]) or self._driver.function_of(int(row["kernel"]))
+                module = self._driver.module_of(function)
+                if module not in self._known_modules:
+                    self._known_modules.add(module)
+                    for sibling in self._driver.functions(module):
+                        self._functions_by_name.setdefault(self._driver.name(sibling), []).append(sibling)
 
     def resolve(self, kernels: Sequence[KernelId]) -> npt.NDArray[np.uint64]:
-        """Return the loaded function of each kernel, with the limits that it needs.
-
-        Raises:
-            KernelsMissing: this process lacks some of them, or has other code under their names.
-        """
+        """Return the loaded function of each kernel, its limits raised. Raises KernelsMissing."""
         found = self._find_all(kernels)
         missing = [kernel.name for kernel, function in found.items() if function is None]
         if missing:
@@ -69,14 +69,6 @@ class KernelHandles:
             binaries = self._function_by_binary() if is_new else {}
             return {kernel: self._find(kernel, binaries) for kernel in kernels}
 
-    def _learn(self, function: int) -> None:
-        module = self._driver.module_of(function)
-        if module in self._known_modules:
-            return
-        self._known_modules.add(module)
-        for sibling in self._driver.functions(module):
-            self._functions_by_name.setdefault(self._driver.name(sibling), []).append(sibling)
-
     def _find(self, kernel: KernelId, binaries: Mapping[str, int]) -> int | None:
         if kernel in self._resolved:
             return self._resolved[kernel]
@@ -94,7 +86,6 @@ class KernelHandles:
         return None
 
     def _allow(self, function: int, kernel: KernelId, present: KernelId) -> None:
-        """Raise the limits of a function to those that its library had set when the graph was captured."""
         if present.dynamic_shared_bytes < kernel.dynamic_shared_bytes:
             attribute = FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._driver.set_function_attribute(function, attribute, kernel.dynamic_shared_bytes)

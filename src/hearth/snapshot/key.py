@@ -13,9 +13,8 @@ from hearth.snapshot.file import KEY_BYTES, write_file
 
 
 def installation_key(path: Path) -> bytes:
-    """Return the key in a file, which is created if missing; several processes may do so at once.
-
-    Raises SnapshotError: the file cannot be used, is damaged, or other users can read it.
+    """Return the key in a file, which is created if missing; several processes may do so at once. Raises
+    SnapshotError if the file cannot be used, is damaged, or other users can read it.
     """
     known = known_key(path)
     if known is None:
@@ -30,7 +29,6 @@ def installation_key(path: Path) -> bytes:
 
 
 def known_key(path: Path) -> bytes | None:
-    """Return the key in a file; None: there is none. Raises SnapshotError as `installation_key` does."""
     try:
         # Without blocking, as on a pipe; and not through a symlink.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -28,7 +28,6 @@ class MemoryProfile(Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def of(sections: Mapping[str, memoryview]) -> MemoryProfile:
-        """Return the profile in a snapshot. Raises SnapshotCorrupt: there is none."""
         try:
             with sections[SECTION] as raw:
                 return msgspec.json.decode(raw, type=MemoryProfile)

@@ -8,7 +8,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 /* The driver. */
 
@@ -146,9 +145,7 @@ enum { BUILT, DAMAGED, REFUSED, OUT_OF_MEMORY };
 
 typedef struct {
     void *executable; /* the caller's to destroy, if the graph was built */
-    uint64_t num_nodes;
     int32_t call, code; /* of the driver's last refusal */
-    double nodes_s, attributes_s, edges_s, instantiate_s, destroy_s;
 } rebuilt;
 
 typedef struct {
@@ -162,12 +159,6 @@ typedef struct {
     uint32_t *models; /* a node of each kind that has attributes */
     rebuilt *result;
 } builder;
-
-static double now_s(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
 
 /* Note a call that the driver has refused. Returns 0 if it has not. */
 static int is_refused(builder *build, int call, int code) {
@@ -271,27 +262,14 @@ static int add_edges(builder *build, const packed_graph *graph) {
 static int rebuild(builder *build, const packed_graph *graph) {
     rebuilt *result = build->result;
     int is_built;
-    double began_s = now_s(), added_s, set_s, joined_s, made_s;
     if (is_refused(build, CREATE, build->calls->create(&build->graph, 0)))
         return REFUSED;
-    is_built = add_nodes(build, graph);
-    added_s = now_s();
-    is_built = is_built && set_attributes(build, graph);
-    set_s = now_s();
-    is_built = is_built && add_edges(build, graph);
-    joined_s = now_s();
-    is_built = is_built &&
+    is_built = add_nodes(build, graph) && set_attributes(build, graph) && add_edges(build, graph) &&
                !is_refused(build, INSTANTIATE, build->calls->instantiate(&result->executable, build->graph, 0));
-    made_s = now_s();
     if (is_refused(build, DESTROY, build->calls->destroy(build->graph)) && is_built) {
         build->calls->destroy_executable(result->executable);
         is_built = 0;
     }
-    result->nodes_s = added_s - began_s;
-    result->attributes_s = set_s - added_s;
-    result->edges_s = joined_s - set_s;
-    result->instantiate_s = made_s - joined_s;
-    result->destroy_s = now_s() - made_s;
     return is_built ? BUILT : REFUSED;
 }
 
@@ -316,7 +294,6 @@ int hearth_rebuild_graph(const driver_calls *calls, void *context, const char *p
         .models = calloc(graph.num_nodes + 1, sizeof *build.models),
         .result = result,
     };
-    result->num_nodes = graph.num_nodes;
     outcome = build.nodes && build.pointers && build.sources && build.targets && build.data && build.models
                   ? rebuild(&build, &graph)
                   : OUT_OF_MEMORY;

@@ -1,6 +1,7 @@
-"""CUDA graphs rebuilt from packed bytes by one call of native code each (`native_rebuild.c`).
+"""CUDA graphs rebuilt from packed bytes, in another process than the one that captured them.
 
-The call releases the interpreter for steps of other models. Without a C compiler `rebuild.py` does the same.
+Each takes one call of native code (`native_rebuild.c`), which releases the interpreter for steps of other
+models. A restored graph uses the captured addresses; nothing here checks them.
 """
 
 from __future__ import annotations
@@ -8,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
-from hearth.snapshot.rebuild import RestoredGraph
 from hearth.system.cuda.graphs import CudaGraphs
 from hearth.system.native_code import native_library
 
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 
 def native_obstacle() -> str | None:
-    """Say why native code cannot be compiled on this machine; None: it can."""
     try:
         native_library(_SOURCE)
     except OSError as error:
@@ -52,30 +51,31 @@ def _reason(error: OSError) -> str:
     return str(error).partition("\n")[0].replace("`", "")
 
 
-@dataclass(frozen=True, slots=True)
-class RebuildTimes:
-    nodes_s: float
-    attributes_s: float
-    edges_s: float
-    instantiate_s: float
-    destroy_s: float
-
-
 class _Rebuilt(ctypes.Structure):
     _fields_ = (
         ("executable", ctypes.c_void_p),
-        ("num_nodes", ctypes.c_uint64),
         ("call", ctypes.c_int32),
         ("code", ctypes.c_int32),
-        *((name, ctypes.c_double) for name in RebuildTimes.__slots__),
     )
 
 
+class RestoredGraph:
+    """An executable graph, destroyed with this object."""
+
+    def __init__(self, driver: CudaGraphs, executable: int) -> None:
+        self._driver, self._executable = driver, executable
+
+    def launch(self, stream: int) -> None:
+        self._driver.launch(self._executable, stream)
+
+    def replay(self) -> None:
+        self.launch(torch.cuda.current_stream().cuda_stream)
+
+    def __del__(self) -> None:
+        self._driver.destroy_executable(self._executable)
+
+
 class NativeRebuild:
-    """Native code that rebuilds graphs. Threads may call it at the same time."""
-
-    is_native = True
-
     def __init__(self, driver: CudaGraphs, library: ctypes.CDLL) -> None:
         self._driver = driver
         self._calls = (ctypes.c_void_p * len(CALLS))(*map(driver.address, CALLS))
@@ -97,16 +97,13 @@ class NativeRebuild:
             return NativeRebuild(driver, native_library(_SOURCE, cache))
         except OSError as error:
             remedy = "install a C compiler (cc)"
-            log.warning("fallback restore=interpreted reason=`%s` remedy=`%s`", _reason(error), remedy)
+            log.warning("fallback graphs=captured reason=`%s` remedy=`%s`", _reason(error), remedy)
             return None
 
     def __call__(self, packed: memoryview, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
-        return self.timed(packed, functions)[0]
-
-    def timed(
-        self, packed: memoryview, functions: npt.NDArray[np.uint64]
-    ) -> tuple[RestoredGraph, RebuildTimes]:
-        """Rebuild a graph, and return how long the phases took."""
+        """Rebuild a graph whose kernels have these `functions`, in the order in which it names them. Threads
+        may call this at the same time. Raises DeviceError if the driver refuses, and GraphUnreadable.
+        """
         result, context, data = _Rebuilt(), self._driver.enter_context(), _aligned(packed)
         outcome = self._function(
             self._calls,
@@ -124,12 +121,10 @@ class NativeRebuild:
             raise AssertionError(f"a graph that Python can read is damaged to C: {len(packed)=}")
         if outcome != _BUILT:
             raise MemoryError(f"no memory for the handles of a graph of {len(packed)} bytes")
-        times = RebuildTimes(*(getattr(result, name) for name in RebuildTimes.__slots__))
-        return RestoredGraph(self._driver, result.executable or 0, result.num_nodes), times
+        return RestoredGraph(self._driver, result.executable or 0)
 
 
 def _aligned(packed: memoryview) -> npt.NDArray[np.uint8]:
-    """Return the bytes, copied unless they are aligned as those of a snapshot are."""
     data = np.frombuffer(packed, np.uint8)
     if data.ctypes.data % ALIGNMENT == 0:
         return data

@@ -1,4 +1,4 @@
-"""The parts of an engine that a snapshot holds besides profiles."""
+"""The parts of an engine that a snapshot holds besides profiles, such as its graphs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from hearth.snapshot.trial_mark import TrialMark
 
 
 class SnapshotParts(Protocol):
-    """State of one engine that is worth keeping, such as its graphs."""
-
     def save(self) -> Mapping[str, bytes]:
         """Return the state by section name. Called beside the step thread once every size was run."""
 
-    def lacks_adapters(self, sections: Collection[str]) -> bool:
-        """True if graphs of steps with adapters are missing from these sections."""
+    def lacks_adapters(self, sections: Collection[str]) -> bool: ...
 
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]

@@ -15,7 +15,7 @@ from hearth.snapshot.graph_names import GRAPH_PREFIX, graph_names, kind_of, num_
 from hearth.snapshot.graph_nodes import Address, KernelId, packed_kernels
 from hearth.snapshot.graph_reader import read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
-from hearth.snapshot.rebuild import Rebuild, RestoredGraph
+from hearth.snapshot.native_rebuild import NativeRebuild, RestoredGraph
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import MEMORYTYPE_HOST
 from hearth.system.cuda.graphs import CudaGraphs
@@ -32,10 +32,8 @@ def pack_graphs(
     binary_by_function: Mapping[int, str],
     fixed: range,
 ) -> dict[str, bytes]:
-    """Return sections of captured graphs. All memory that they point at must be at `fixed` addresses.
-
-    Raises:
-        GraphUnreadable: a graph cannot be stored, or points at memory that another process has elsewhere.
+    """Return sections of captured graphs. Raises GraphUnreadable: a graph cannot be stored, or points at
+    memory outside of the `fixed` addresses, which another process has elsewhere.
     """
     sections = {}
     for name, handle in graph_by_name.items():
@@ -78,10 +76,7 @@ class RestoredGraphs:
 
         Graphs for which `is_later` is true are restored only once wanted: then `go_on` has another thread
         call `restore` again. `destroy` empties a list that holds the last references to graphs, possibly
-        later: destroying one takes 0.3 ms.
-
-        Raises:
-            GraphUnreadable: a graph has an invalid name.
+        later: destroying one takes 0.3 ms. Raises GraphUnreadable: a graph has an invalid name.
         """
         self._handles, self._on_discard = handles, on_discard
         self._sections, self._mark = sections, mark
@@ -89,7 +84,6 @@ class RestoredGraphs:
         self._function_by_kernel: dict[bytes, int] = {}  #: by packed kernel; graphs share most of theirs
         self._num_rehearsed, self._rehearsal_s = 0, 0.0
         self.num_failed = 0  #: graphs that could not be restored
-        self.num_interpreted = 0  #: graphs that were restored in Python
         self._go_on, self._destroy = go_on, destroy
         # The smallest first: a model begins with one request at a time.
         names = sorted(graph_names(sections), key=num_rows_of)
@@ -137,15 +131,19 @@ class RestoredGraphs:
             self._destroy(graphs)
 
     def restore(
-        self, rebuild: Rebuild, rehearse: Callable[[str], None], give_way: Callable[[], None]
+        self, rebuild: NativeRebuild | None, rehearse: Callable[[str], None], give_way: Callable[[], None]
     ) -> None:
         """Restore all graphs that are coming.
 
-        A graph that cannot be restored is skipped, and captured when it is needed. `give_way` is called
-        before each graph, and blocks while other threads need the interpreter more. `rehearse` shows to
-        `handles` the library kernels that the named graph needs: where some are unknown, and for the first
-        graph of each kind.
+        A graph that cannot be restored is skipped and captured when it is needed: all of them if `rebuild` is
+        None, without a C compiler. `give_way` is called before each graph, and blocks while other threads
+        need the interpreter more. `rehearse` shows to `handles` the library kernels of the named graph: where
+        some are unknown, and for the first graph of each kind.
         """
+        if rebuild is None:  # logged when it could not be compiled
+            self.stop()
+            self._sections = {}  # closes the file
+            return
         began_s, tried, reasons = time.perf_counter(), list[str](), list[str]()
         coming = self._coming  # replaced by another dict once the graphs are not wanted
         shown = partial(self._rehearse, rehearse, give_up_s=began_s + MEMORY_PATIENCE_S)
@@ -165,7 +163,6 @@ class RestoredGraphs:
                 if functions is None:
                     break
                 self._restored[name] = rebuild(packed, functions)
-                self.num_interpreted += not rebuild.is_native
             except (DeviceError, KernelsMissing) as error:
                 reasons.append(f"{name}: {error}")
                 self.num_failed += 1
@@ -190,7 +187,6 @@ class RestoredGraphs:
 
     @property
     def is_any_wanted(self) -> bool:
-        """True if a step has needed a graph that is still coming."""
         return bool(self._wanted_of(self._coming))
 
     def _wanted_of(self, coming: Mapping[str, None]) -> list[str]:
@@ -198,18 +194,12 @@ class RestoredGraphs:
         return [name for name in list(self._wanted) if name in coming]
 
     def _next(self, coming: Mapping[str, None]) -> str:
-        """Return the graph to restore next: one that a step has needed, else the smallest."""
         name, *_ = self._wanted_of(coming) or list(coming)
         return name
 
     def _functions(
         self, name: str, kernels: Sequence[bytes], kinds: set[str], rehearse: Callable[[str], bool]
     ) -> npt.NDArray[np.uint64] | None:
-        """Return the functions of a graph's kernels; None: the graph is not wanted any more.
-
-        Raises:
-            KernelsMissing: this process lacks some of them, even after a rehearsal.
-        """
         kind, known = kind_of(name), self._function_by_kernel
         unknown = [kernel for kernel in kernels if kind not in kinds or kernel not in known]
         if unknown:

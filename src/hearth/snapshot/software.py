@@ -36,8 +36,6 @@ _MAPS = Path("/proc/self/maps")
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions, as a `Fingerprint` has them."""
-
     driver: str
     cuda: str
     cublas: str

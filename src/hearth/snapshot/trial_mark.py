@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 
 
 class TrialMark:
-    """The mark of one process beside a snapshot. Mutable; used by the thread that tries the graphs."""
-
     def __init__(self, snapshot: Path) -> None:
         self._path = snapshot.with_name(f"{snapshot.stem}.{secrets.token_hex(8)}{SUFFIX}")
         self._file: int | None = None  #: None: no trial runs
@@ -49,7 +47,6 @@ class TrialMark:
             self._file = file
 
     def clear(self) -> None:
-        """Remove the mark: the trial has ended and this process is alive."""
         if self._file is not None:
             with suppress(OSError):
                 self._path.unlink()
@@ -58,7 +55,6 @@ class TrialMark:
 
 
 def abandoned_marks(snapshot: Path) -> list[Path]:
-    """Return the marks beside a snapshot whose processes died during a trial."""
     marks = snapshot.parent.glob(f"{snapshot.stem}.*{SUFFIX}")
     return [mark for mark in marks if _is_abandoned(mark)]
 

@@ -16,15 +16,11 @@ class Cgroup:
     is_v2: bool  #: one hierarchy for all controllers, and other file names
 
     def words(self, name: str) -> list[str]:
-        """Return the words of a file; [] if there is no such file."""
         return " ".join(lines_of(self.directory / name)).split()
 
 
 def cgroups_of(controller: str, proc: Path = THIS_PROCESS) -> Iterator[Cgroup]:
-    """Yield the cgroups of a process that `controller` may limit; all of their limits apply.
-
-    `proc` holds the files `cgroup` and `mountinfo` of the process.
-    """
+    """Yield the cgroups that `controller` may limit a process by. `proc`: the process's folder in /proc."""
     memberships = _memberships(proc)
     for mount in _mounts(controller, proc):
         own = memberships.get(mount.controller)
@@ -33,7 +29,6 @@ def cgroups_of(controller: str, proc: Path = THIS_PROCESS) -> Iterator[Cgroup]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Return the lines of a kernel file; [] if there is no such file."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -81,5 +76,4 @@ def _mounts(controller: str, proc: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(path: str) -> str:
-    """Decode the octal escapes of blanks in a path."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)

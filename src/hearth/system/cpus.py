@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,43 +56,24 @@ def set_wait_policy(environment: MutableMapping[str, str], modules: Collection[s
 
 @cache
 def log_if_threads_spin() -> None:
-    """Log, once per process, that threads spin although the user has not chosen it."""
     policy = wait_policy()
     if policy.spin_reason is not None and not policy.is_chosen:
         log.warning("fallback threads=spinning reason=`%s`", policy.spin_reason.replace("`", ""))
 
 
 def num_usable_cores(proc: Path = Path("/proc/self")) -> int:
-    """Return how many cores this process may use, by its affinity and the limits of its cgroups.
-
-    A fraction of a core counts as a whole one. `proc` holds the process's files `cgroup` and `mountinfo`.
-    """
-    limits = [-(-limit.quota_us // limit.period_us) for limit in _limits(proc)]
-    return max(1, min([len(os.sched_getaffinity(0)), *limits]))
+    """Return how many cores this process may use, by its affinity and cgroups; a fraction counts as one."""
+    limits = [len(os.sched_getaffinity(0))]
+    for cgroup in cgroups_of("cpu", proc):
+        names = ("cpu.max",) if cgroup.is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = [word for name in names for word in cgroup.words(name)][:2]
+        if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):
+            quota_us, period_us = map(int, words)
+            limits.append(-(-quota_us // period_us))
+    return max(1, min(limits))
 
 
 def queued_s(pid: int) -> float | None:
     """Return how long a process's main thread has waited for a core; None: it ended, or is not counted."""
     words = " ".join(lines_of(Path(f"/proc/{pid}/schedstat"))).split()
     return int(words[1]) / 1e9 if len(words) == 3 and words[1].isdecimal() else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    quota_us: int
-    period_us: int
-
-
-def _limits(proc: Path) -> Iterator[_Limit]:
-    for cgroup in cgroups_of("cpu", proc):
-        names = ("cpu.max",) if cgroup.is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        limit = _limit([word for name in names for word in cgroup.words(name)])
-        if limit is not None:
-            yield limit
-
-
-def _limit(words: Sequence[str]) -> _Limit | None:
-    """Parse quota and period; None: there is no limit."""
-    if len(words) < 2 or not all(word.isdecimal() and int(word) > 0 for word in words[:2]):
-        return None
-    return _Limit(int(words[0]), int(words[1]))

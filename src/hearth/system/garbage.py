@@ -55,10 +55,8 @@ LATE_COLLECTIONS = LateCollections()
 
 @contextmanager
 def collect_when_idle() -> Iterator[None]:
-    """Freeze all objects, and collect only by `collect` or after `MAX_YOUNG` containers.
-
-    For a process of Hearth's own, from ready to its end. Existing garbage is frozen, too: collecting it would
-    delay the start, and it does not grow.
+    """Freeze all objects, and collect only by `collect` or after `MAX_YOUNG` containers. Existing garbage is
+    frozen, too: collecting it would delay the start, and it does not grow.
     """
     given, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.freeze()
@@ -79,10 +77,7 @@ def is_due() -> bool:
 
 
 def collect() -> None:
-    """Collect young objects, and now and then all that are not frozen. For an idle process.
-
-    Full collections are as rare as Python's own: with many models they take a while, and requests wait.
-    """
+    """Collect young objects, and now and then all that are not frozen. For an idle process."""
     is_all_due = gc.get_count()[2] >= gc.get_threshold()[2]
     LATE_COLLECTIONS.is_chosen = True
     try:
@@ -92,8 +87,6 @@ def collect() -> None:
 
 
 class _Postponements:
-    """Open calls of `postponed`, of all threads. Mutable; written under its lock."""
-
     def __init__(self) -> None:
         #: Reentrant: a request that is garbage ends wherever the collector runs, which may be in here.
         self._lock = threading.RLock()

@@ -9,7 +9,6 @@ from hearth.system.cgroups import THIS_PROCESS, cgroups_of
 
 
 def machine_bytes(proc: Path = THIS_PROCESS) -> int:
-    """Return the machine's memory, or the lowest limit of the process's cgroups if that is less."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for cgroup in cgroups_of("memory", proc):
         words = cgroup.words("memory.max" if cgroup.is_v2 else "memory.limit_in_bytes")

@@ -1,8 +1,7 @@
-"""C files of the package, compiled to libraries by the machine's C compiler.
+"""C files of the package, compiled to libraries by the machine's C compiler, which Triton needs too.
 
-Each is beside the module that calls it, which falls back to Python without a compiler. Triton needs the same
-compiler; a file takes a tenth of a second. No CUDA headers are needed: functions of the driver are passed as
-addresses.
+Each is beside the module that calls it, which does without where there is no compiler. A file takes a tenth
+of a second. No CUDA headers are needed: functions of the driver are passed as addresses.
 """
 
 from __future__ import annotations
@@ -23,15 +22,12 @@ _FLAGS = ("-O2", "-shared", "-fPIC")
 
 
 class NativeCodeUnavailable(OSError):
-    """A C file cannot be compiled here; `remedy` says what to do about it."""
-
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(reason)
         self.remedy = remedy
 
 
 def remedy_for(error: Exception) -> str:
-    """Return what to do about an error of `native_library`."""
     return error.remedy if isinstance(error, NativeCodeUnavailable) else "fix the cause given in the reason"
 
 
@@ -39,12 +35,7 @@ def native_library(source: Path, cache: Path | None = None) -> ctypes.CDLL:
     """Compile a C file to a library. Its calls release the interpreter's lock.
 
     With `cache`, a private directory, the library is kept there by the source's contents, the compiler and
-    the platform. Without it no file remains.
-
-    Raises:
-        NativeCodeUnavailable: there is no compiler, it fails or takes too long, or other users can write to
-            the cache.
-        OSError: the library cannot be kept or loaded.
+    the platform. Raises NativeCodeUnavailable, also if other users can write to the cache, and OSError.
     """
     compiler = os.environ.get("CC") or "cc"
     if cache is None:
@@ -94,7 +85,6 @@ def _key(compiler: str, source: Path) -> str:
 
 
 def _check_private(cache: Path) -> None:
-    """Raise NativeCodeUnavailable if another user could replace a library."""
     found = cache.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
         reason = f"users other than {os.geteuid()} can write to {cache}, and a library is code"

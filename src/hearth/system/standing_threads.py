@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 
 class ThreadTask:
-    """A call that a thread makes once. Any thread may wait for its end."""
-
     def __init__(self, act: Callable[[], None]) -> None:
         self._act: Callable[[], None] | None = act
         self._running = threading.Lock()  #: held until the end; an event takes longer to create
@@ -51,10 +49,7 @@ class StandingThreads:
         self._lock = threading.Lock()  #: guards `_num_idle`
 
     def start(self, act: Callable[[], None]) -> ThreadTask:
-        """Run `act` on a thread at once. An exception ends that thread, as that of any thread.
-
-        Raises RuntimeError if no thread can be started; then `act` never runs.
-        """
+        """Run `act` on a thread at once; an exception ends that. Raises RuntimeError: none can be started."""
         task = ThreadTask(act)
         with self._lock:
             is_one_idle = self._num_idle > 0

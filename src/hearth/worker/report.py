@@ -136,16 +136,10 @@ def _is_uncaptured(served: ServedModel) -> bool:
     return layers.kv.is_cuda and layers.graphs is None and capture_obstacle(torch.__version__) is not None
 
 
-def _is_interpreted(served: ServedModel) -> bool:
-    graphs = served.engine.runner.layers.graphs
-    return graphs is not None and graphs.num_interpreted > 0
-
-
 _MODEL_FALLBACKS: Mapping[str, Callable[[ServedModel], bool]] = {
     "prompt_attention": lambda served: prompt_kernel_of(served.spec.model).slow_reason is not None,
     "eight_bit_products": lambda served: served.engine.runner.layers.decoder.sharing_obstacle() is not None,
     "graphs": _is_uncaptured,
-    "graphs_restored_in_python": _is_interpreted,
 }
 
 

@@ -26,7 +26,6 @@ from hearth.memory.cuda_pages import FIXED_ADDRESSES
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
-from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import CudaDriver
@@ -55,7 +54,7 @@ class SnapshotGraphs:
         self._first_tokens, self._launches = first_tokens, launches or StepLaunches()
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
-        self._rebuild: Rebuild = InterpretedRebuild(self._driver)  #: used by the thread alone
+        self._rebuild: NativeRebuild | None = None  #: written and used by the thread alone
         self._thread = ThreadPoolExecutor(1, "hearth-graphs", lambda: torch.cuda.set_device(device))
         self._thread.submit(self._load_native_code, kernel_cache)
 
@@ -130,9 +129,9 @@ class SnapshotGraphs:
     def _load_native_code(self, kernel_cache: Path | None) -> None:
         """Compile or load the code that builds graphs, while a worker starts."""
         try:
-            self._rebuild = NativeRebuild.load(self._driver, kernel_cache) or self._rebuild
-        except Exception:  # the thread's top: Python code is used instead
-            log.exception("fallback restore=interpreted")
+            self._rebuild = NativeRebuild.load(self._driver, kernel_cache)
+        except Exception:  # the thread's top: graphs are captured as without snapshots
+            log.exception("fallback graphs=captured")
 
     def _restore(self, graphs: RestoredGraphs, layers: LayerRunner) -> None:
         tokens = self._first_tokens.give_way(MAX_PAUSE_S)

@@ -16,8 +16,9 @@ from gguf import GGMLQuantizationType
 
 from hearth import LLM, Completion, SamplingParams
 from hearth.core.config import EngineConfig, StoreConfig
-from hearth.models.quantize import dequantize, quantize
+from hearth.models.quantize import quantize
 from hearth.store.format.convert import convert
+from tests.models.test_quantize import dequantize
 from tests.models.zoo import VARIANTS, build, save, tiny
 from tests.store.format.gguf_files import byte_level_metadata, write_model
 from tests.store.stored import converted, stored_at

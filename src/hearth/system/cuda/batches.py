@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 
 
 class _Outcome(ctypes.Structure):
-    """How much of a batch was done, and which call failed, as an index of `_CALLS`."""
-
     _fields_ = (("call", ctypes.c_int), ("code", ctypes.c_int), ("num_done", ctypes.c_int64))
 
 
@@ -62,16 +60,13 @@ class CudaBatches:
     """The batched calls of one device's driver. Any thread may call them."""
 
     def __init__(self, driver: CudaDriver, library: ctypes.CDLL) -> None:
-        """`library`: as `native_calls` returns it."""
         self.driver = driver
         self._library = library
         self._calls = (ctypes.c_void_p * len(_CALLS))(*map(driver.address, _CALLS))
 
     def remap(self, page_bytes: int, runs: Sequence[HandleRun]) -> Iterator[int]:
-        """Unmap and map runs in order, and yield the index of each that was done.
-
-        Raises:
-            DeviceError: a run was refused. Nothing of it is mapped, and the rest is not tried.
+        """Unmap and map runs in order, and yield the index of each that was done. Raises DeviceError at a run
+        that is refused: nothing of it is mapped, and the rest is not tried.
         """
         fields = [field for run in runs for field in (run.address, run.num_pages, len(run.handles))]
         handles = [handle for run in runs for handle in run.handles]
@@ -126,7 +121,7 @@ class CudaBatches:
         return outcome
 
     def destroy_events(self, events: ctypes.Array[ctypes.c_void_p]) -> None:
-        """Destroy the events of `copy_chunks`. No thread may wait for them any more."""
+        """No thread may wait for the events any more."""
         self.driver.enter_context()
         self._library.hearth_destroy_events(self._calls, events, ctypes.c_int64(len(events)))
 
@@ -151,7 +146,6 @@ class BatchedCopies:
         num_chunks: int,
         max_queued: int,
     ) -> None:
-        """`current_stream`: of the calling thread. `max_queued`: chunks in flight at a time."""
         self._batches, self._driver = batches, batches.driver
         self._stream, self._current_stream, self._max_queued = stream, current_stream, max_queued
         self._events = (ctypes.c_void_p * num_chunks)()
@@ -159,11 +153,7 @@ class BatchedCopies:
         self.num_queued = 0
 
     def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
-        """Queue the copies of the next chunks; fewer of them once it is stopped.
-
-        Raises:
-            DeviceError: the driver refused. Chunks beyond `num_queued` have no copy in flight.
-        """
+        """Queue the next chunks; fewer once stopped. Raises DeviceError: only `num_queued` are in flight."""
         outcome = self._batches.copy_chunks(
             chunks,
             self._stream,
@@ -179,7 +169,6 @@ class BatchedCopies:
         self._is_stopped.value = 1
 
     def wait(self, position: int) -> None:
-        """Block until the copies of a chunk are done. `position`: in the order of queueing."""
         self._driver.call("cuEventSynchronize", ctypes.c_void_p(self._events[position]))
 
     def has_passed(self, position: int) -> bool:
@@ -190,20 +179,17 @@ class BatchedCopies:
         return code == 0
 
     def have_stream_wait(self, position: int) -> None:
-        """Make later work on the current stream wait for the copies of a chunk."""
         stream, event = ctypes.c_void_p(self._current_stream()), ctypes.c_void_p(self._events[position])
         self._driver.call_briefly("cuStreamWaitEvent", stream, event, ctypes.c_uint(0))
 
     def close(self) -> None:
-        """Destroy the events. All copies must be done."""
         self._batches.destroy_events(self._events)
         self._events = (ctypes.c_void_p * 0)()
 
 
 def native_calls(cache: Path | None = None) -> ctypes.CDLL | None:
-    """Return `system/cuda/batches.c` as a library; None, logged once: it cannot be compiled.
-
-    The first call of a process determines the result; `cache` is that of `native_library`.
+    """Return `batches.c` as a library, as the first call of the process; None, logged once: it cannot be
+    compiled.
     """
     with _COMPILING:
         if not _FOUND:

@@ -60,30 +60,23 @@ class CudaDriver:
     """The driver of one device. Keeps the primary context alive. Any thread may call it."""
 
     def __init__(self, device_index: int, library: ctypes.CDLL | None = None) -> None:
-        """Open the system's driver, or a `library` with the same calls.
-
-        Raises DeviceError: there is no driver, or no such device.
-        """
+        """Open the system's driver, or a `library` with its calls. Raises DeviceError if there is none."""
         try:
             self._library = library or ctypes.CDLL("libcuda.so.1")
             #: The same library; its calls keep the interpreter.
             self._brief = ctypes.PyDLL(self._library._name, handle=self._library._handle)
         except OSError as error:
             raise DeviceError(f"CUDA's driver cannot be loaded: {error}; use `--device cpu`") from error
+        self._context = ctypes.c_void_p()
         self._thread = threading.local()  #: `is_current`: the context is set on this thread
         self._thread.is_current = True  # calls before the context exists need none
         self.call("cuInit", ctypes.c_uint(0))
         device = ctypes.c_int()
         self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(device_index))
         self._device = device.value
-        self._context = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self._thread.is_current = False
         self._location = _Location(MEM_LOCATION_TYPE_DEVICE, self._device)
-
-    @property
-    def context(self) -> int:
-        return self._context.value or 0
 
     def has(self, attribute: int) -> bool:
         value = ctypes.c_int()
@@ -99,11 +92,7 @@ class CudaDriver:
         return value.value
 
     def creator(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> Callable[[], int]:
-        """Return a function that allocates memory and returns its handle, for use by one thread.
-
-        A worker allocates thousands at its start, so their arguments are built once. The function raises
-        OutOfDeviceMemory.
-        """
+        """Return a function that allocates memory, for one thread. Its arguments are built once."""
         properties, handle = self._properties(is_exportable, is_rdma_capable), ctypes.c_ulonglong()
         size, flags = ctypes.c_size_t(num_bytes), ctypes.c_ulonglong(0)
         arguments = (ctypes.byref(handle), size, ctypes.byref(properties), flags)
@@ -133,10 +122,6 @@ class CudaDriver:
         self.call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
 
     def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None:
-        """Map handles of `num_bytes` each to consecutive addresses, readable and writable by this device.
-
-        Access is set once for all of them, which takes hardly longer than for one.
-        """
         zero, size = ctypes.c_ulonglong(0), ctypes.c_size_t(num_bytes)
         mapped_bytes = 0
         try:
@@ -154,7 +139,6 @@ class CudaDriver:
             raise
 
     def access(self) -> ctypes.Structure:
-        """Return the argument of cuMemSetAccess that lets this device read and write."""
         return _Access(self._location, MEM_ACCESS_FLAGS_PROT_READWRITE)
 
     def unmap(self, address: int, num_bytes: int) -> None:
@@ -168,17 +152,16 @@ class CudaDriver:
 
     def register_host(self, address: int, num_bytes: int) -> int:
         """Pin host memory for all devices; return the driver's code, 0 on success."""
-        self._enter_context()
+        self.enter_context()
         where, size = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
         flags = ctypes.c_uint(MEMHOSTREGISTER_PORTABLE)
         return int(self._library.cuMemHostRegister_v2(where, size, flags))
 
     def unregister_host(self, address: int) -> int:
-        self._enter_context()
+        self.enter_context()
         return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def _is_pinned(self, address: int) -> bool:
-        """True if a host address is pinned; the driver does not know others."""
         kind, which = ctypes.c_uint(), ctypes.c_int(POINTER_ATTRIBUTE_MEMORY_TYPE)
         code = self._brief.cuPointerGetAttribute(ctypes.byref(kind), which, ctypes.c_ulonglong(address))
         return bool(code == 0 and kind.value == MEMORYTYPE_HOST)
@@ -215,13 +198,11 @@ class CudaDriver:
                 ) from error
 
     def call(self, name: str, *arguments: object) -> None:
-        """Make a driver call. Raises DeviceError if it fails."""
-        self._enter_context()
+        self.enter_context()
         self._check(getattr(self._library, name)(*arguments), name, arguments)
 
     def call_each(self, name: str, calls: Iterable[tuple[object, ...]]) -> None:
-        """Make a call per row of arguments, faster than by `call`. Raises DeviceError at a failure."""
-        self._enter_context()
+        self.enter_context()
         function = getattr(self._library, name)
         for arguments in calls:
             if code := function(*arguments):
@@ -230,20 +211,13 @@ class CudaDriver:
     def address(self, name: str) -> int:
         return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
 
-    def enter_context(self) -> int:
-        """Set the context on this thread, for native code, and return it."""
-        self._enter_context()
-        return self.context
-
     def refused(self, name: str, num_arguments: int, code: int) -> NoReturn:
-        """Raise the DeviceError of a call that native code has made."""
         assert code != 0, f"{name} has not failed"
         self._check(code, name, (None,) * num_arguments)
         raise AssertionError("unreachable")
 
     def succeeds(self, name: str, *arguments: object) -> bool:
-        """Make a call that may fail; True: it did not."""
-        self._enter_context()
+        self.enter_context()
         return bool(getattr(self._library, name)(*arguments) == 0)
 
     def call_briefly(self, name: str, *arguments: object) -> None:
@@ -251,15 +225,15 @@ class CudaDriver:
         self._check(self.code_of(name, *arguments), name, arguments)
 
     def code_of(self, name: str, *arguments: object) -> int:
-        """Make a call of a few microseconds and return the driver's code."""
-        self._enter_context()
+        self.enter_context()
         return int(getattr(self._brief, name)(*arguments))
 
-    def _enter_context(self) -> None:
-        """Set the context on this thread, which has none if torch was not used on it."""
+    def enter_context(self) -> int:
+        """Set the context on this thread, which has none if torch was not used on it, and return it."""
         if not getattr(self._thread, "is_current", False):
             self._check(self._library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent", ())
             self._thread.is_current = True
+        return self._context.value or 0
 
     def _check(self, code: int, name: str, arguments: tuple[object, ...]) -> None:
         if code != 0:

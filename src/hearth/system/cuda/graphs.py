@@ -7,7 +7,7 @@ which names the calls without `_v2`; the library exports older versions under th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import NoReturn
 
@@ -86,7 +86,7 @@ _CALLS: dict[str, tuple[type, ...]] = {
     "cuGraphNodeGetType": (c_void_p, c_void_p),
     "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
     "cuGraphKernelNodeGetAttribute": (c_void_p, c_int, c_void_p),
-    "cuGraphKernelNodeSetAttribute": (c_void_p, c_int, ctypes.c_char_p),
+    "cuGraphKernelNodeSetAttribute": (c_void_p, c_int, c_void_p),
     "cuGraphKernelNodeCopyAttributes": (c_void_p, c_void_p),
     "cuGraphMemsetNodeGetParams": (c_void_p, c_void_p),
     "cuGraphMemcpyNodeGetParams": (c_void_p, c_void_p),
@@ -118,7 +118,6 @@ class CudaGraphs:
     """The graph calls of one device's driver. Any thread may call it; a graph is used by one at a time."""
 
     def __init__(self, driver: CudaDriver) -> None:
-        """Raises DeviceError: the driver lacks a call."""
         driver.declare(_CALLS)
         self._driver = driver
 
@@ -133,7 +132,6 @@ class CudaGraphs:
         return nodes
 
     def edges(self, graph: int) -> tuple[Handles, Handles, npt.NDArray[np.void]]:
-        """Return the source, the target and the data of each edge."""
         count = c_size_t()
         self._driver.call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
         sources, targets = (np.zeros(count.value, np.uint64) for _ in range(2))
@@ -164,10 +162,7 @@ class CudaGraphs:
         return params
 
     def attributes(self, nodes: Handles) -> npt.NDArray[np.uint8]:
-        """Return `NODE_ATTRIBUTES` of each kernel's node: [nodes, attributes, bytes].
-
-        Attributes that the driver does not know are zero.
-        """
+        """Return `NODE_ATTRIBUTES` of kernel nodes, [nodes, attributes, bytes]; 0: unknown to the driver."""
         values = np.zeros((len(nodes), len(NODE_ATTRIBUTES), ATTRIBUTE_BYTES), np.uint8)
         call = "cuGraphKernelNodeGetAttribute"
         for index, attribute in enumerate(NODE_ATTRIBUTES):
@@ -177,7 +172,7 @@ class CudaGraphs:
                 self._driver.call_each(call, calls)
         return values
 
-    # Building a graph.
+    # Graphs made here: empty ones, and executables that native code has built.
 
     def create(self) -> int:
         graph = c_void_p()
@@ -185,40 +180,13 @@ class CudaGraphs:
         return graph.value or 0
 
     def add_kernels(self, graph: int, params: npt.NDArray[np.void]) -> Handles:
-        """Add a node for each `KERNEL_NODE`, which is copied with its parameters."""
         nodes = np.zeros(len(params), np.uint64)
         calls = zip(_rows(nodes), _rows(params), strict=True)
         self._driver.call_each("cuGraphAddKernelNode_v2", ((node, graph, None, 0, at) for node, at in calls))
         return nodes
 
-    def add_memset(self, graph: int, params: int) -> int:
-        """Add a node by the address of its `MEMSET_NODE`."""
-        node, context = c_void_p(), self._driver.context
-        self._driver.call("cuGraphAddMemsetNode", ctypes.byref(node), graph, None, 0, params, context)
-        return node.value or 0
-
-    def add_memcpy(self, graph: int, params: int) -> int:
-        """Add a node by the address of its `MEMCPY_NODE`."""
-        node, context = c_void_p(), self._driver.context
-        self._driver.call("cuGraphAddMemcpyNode", ctypes.byref(node), graph, None, 0, params, context)
-        return node.value or 0
-
-    def add_empty(self, graph: int) -> int:
-        node = c_void_p()
-        self._driver.call("cuGraphAddEmptyNode", ctypes.byref(node), graph, None, 0)
-        return node.value or 0
-
-    def set_attribute(self, node: int, attribute: int, value: bytes) -> None:
-        self._driver.call("cuGraphKernelNodeSetAttribute", node, attribute, value)
-
-    def copy_attributes(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy to the first node of each pair the attributes of the second, which has the same kernel."""
-        self._driver.call_each("cuGraphKernelNodeCopyAttributes", pairs)
-
-    def add_edges(self, graph: int, sources: Handles, targets: Handles, data: npt.NDArray[np.void]) -> None:
-        if len(sources):
-            arrays = (sources.ctypes.data, targets.ctypes.data, data.ctypes.data)
-            self._driver.call("cuGraphAddDependencies_v2", graph, *arrays, len(sources))
+    def destroy(self, graph: int) -> None:
+        self._driver.call("cuGraphDestroy", graph)
 
     def instantiate(self, graph: int) -> int:
         executable = c_void_p()
@@ -227,9 +195,6 @@ class CudaGraphs:
 
     def launch(self, executable: int, stream: int) -> None:
         self._driver.call("cuGraphLaunch", executable, stream)
-
-    def destroy(self, graph: int) -> None:
-        self._driver.call("cuGraphDestroy", graph)
 
     def destroy_executable(self, executable: int) -> None:
         self._driver.call("cuGraphExecDestroy", executable)
@@ -248,7 +213,6 @@ class CudaGraphs:
     # Functions.
 
     def function_of(self, kernel: int) -> int:
-        """Return the function of a `CUkernel` in the device's context."""
         function = c_void_p()
         self._driver.call("cuKernelGetFunction", ctypes.byref(function), kernel)
         return function.value or 0
@@ -285,7 +249,6 @@ class CudaGraphs:
         return module.value or 0
 
     def functions(self, module: int) -> Sequence[int]:
-        """Return all functions of a module, which may not be loaded yet."""
         count = c_uint()
         self._driver.call("cuModuleGetFunctionCount", ctypes.byref(count), module)
         functions = np.zeros(count.value, np.uint64)
@@ -303,7 +266,6 @@ class CudaGraphs:
 
 
 def _rows(array: npt.NDArray[np.generic]) -> range:
-    """Return the address of each row of an array."""
     if not len(array):  # its strides may be 0
         return range(0)
     begin, step = array.ctypes.data, array.strides[0]
