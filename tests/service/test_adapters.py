@@ -67,7 +67,7 @@ def test_two_adapters_and_their_base_answer_at_once_and_are_told_of_by_name(serv
     explained = service.explain(answer.headers["x-request-id"])
     assert (explained["model"], explained["base"], explained["adapter_tier"]) == ("first", BASE, "device")
     shown = service.cli("explain", answer.headers["x-request-id"]).stdout
-    assert f"an adapter of {BASE}, which was on the device" in shown
+    assert f"an adapter of {BASE}, already on the device" in shown
 
     adapters = service.residents()[BASE]["adapters"]
     assert isinstance(adapters, list)
