@@ -63,7 +63,6 @@ class BatchKv:
         return num_wanted
 
     def _admissible(self) -> Iterator[LiveSequence]:
-        """Yield the sequences that could start if there were blocks, also by preempting for a slot."""
         yield from self._sequences.next_in_line()
         first = self._sequences.first_waiting()
         if first is not None and not self._sequences.has_free_slot and self._sequences.behind(first):
@@ -78,11 +77,9 @@ class BatchKv:
         return self._blocks.num_cached - len(self._blocks.cached_among(hits))
 
     def add(self, extent: range) -> None:
-        """Add blocks, whose content is arbitrary."""
         self._blocks.add(extent)
 
     def remove_all(self) -> None:
-        """Remove all blocks. No sequence may be running."""
         self._books.settle()
         self._blocks.remove_all()
 

@@ -9,11 +9,7 @@ _END, _ABSENT = -1, -2  #: no blocks: where a chain of blocks ends, and a link o
 
 
 class FreeBlocks:
-    """Hands out the lowest block. Mutable; written only by the `BlockBook` that owns it.
-
-    A byte for each block. A set or dict of all blocks would be resized from time to time, and that step would
-    take milliseconds longer.
-    """
+    """Hands out the lowest block. Mutable; written only by the `BlockBook` that owns it."""
 
     def __init__(self) -> None:
         self._is_free = bytearray()
@@ -30,7 +26,6 @@ class FreeBlocks:
         return compress(count(self._lowest), self._is_free[self._lowest :])
 
     def reserve(self, num_blocks: int) -> None:
-        """Make room for block numbers below this."""
         self._is_free.extend(bytes(max(0, num_blocks - len(self._is_free))))
 
     def add(self, blocks: Sequence[int]) -> None:
@@ -72,7 +67,6 @@ class FreeBlocks:
         return list(islice((block for block in self if block not in extent), num_blocks))
 
     def check(self) -> None:
-        """Raise if a free block would never be handed out, or the count is wrong."""
         free = list(compress(count(), self._is_free))
         assert free == list(self), f"free and never handed out: {set(free).difference(self)}"
         assert len(free) == self._num_free, f"{free=} {self._num_free=}"
@@ -101,14 +95,12 @@ class CachedBlocks:
             block = self._newer[block]
 
     def reserve(self, num_blocks: int) -> None:
-        """Make room for block numbers below this."""
         for links in (self._newer, self._older):
             end = links.pop()
             links.extend([_ABSENT] * (num_blocks - len(links)))
             links.append(end)
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Add blocks, each used after the one before it."""
         newer, older, num_cached = self._newer, self._older, self._num_cached
         last = older[_END]
         for block in blocks:
@@ -128,7 +120,6 @@ class CachedBlocks:
             self._num_cached -= 1
 
     def pop_oldest(self, num_blocks: int) -> list[int]:
-        """Remove the `num_blocks` that were used least recently, or all."""
         newer, blocks = self._newer, list[int]()
         block = newer[_END]
         for _ in range(min(num_blocks, self._num_cached)):

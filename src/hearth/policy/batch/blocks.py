@@ -39,7 +39,6 @@ class BlockBook:
         assert floor_blocks >= 1, f"{floor_blocks=}"
         self.block_tokens = block_tokens
         self.floor_blocks = floor_blocks
-        #: All blocks, whatever their state.
         self._blocks: set[int] = set()
         self._free = FreeBlocks()
         self._num_holders: list[int] = []  #: by block: how many sequences hold it
@@ -70,7 +69,6 @@ class BlockBook:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated: free or cached."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -125,7 +123,6 @@ class BlockBook:
         self._forget(cached)
 
     def remove_all(self) -> None:
-        """Remove all blocks. No sequence may be running."""
         assert not self.num_live, f"live blocks cannot be taken away: {self._live()}"
         self._blocks.clear()
         self._free.clear()
@@ -169,7 +166,6 @@ class BlockBook:
             num_holders[block] += 1
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Hold `num_blocks` without content, or none if there are too few."""
         if num_blocks > self.num_available:
             return None
         blocks = self._free.pop_lowest(num_blocks)
@@ -218,7 +214,6 @@ class BlockBook:
         return len(blocks)
 
     def _release_each(self, blocks: Iterable[int]) -> list[int]:
-        """Release blocks one by one; return those that no sequence holds any more."""
         num_holders, unheld = self._num_holders, list[int]()
         for block in blocks:
             num_left = num_holders[block] - 1
@@ -236,7 +231,6 @@ class BlockBook:
             add(publication)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Remove blocks from the prefix index; sequences that hold them keep them."""
         self._forget([one for one in blocks if one in self.prefixes])
 
     def withdraw_unshared(self, blocks: Iterable[int]) -> None:

@@ -72,7 +72,6 @@ def skip_steps(running: Sequence[LiveSequence], book: BlockBook, num_steps: int,
 
 
 def last_step(running: list[LiveSequence], step_id: int) -> PlannedStep:
-    """Return the last skipped step as if it had been planned."""
     slots = [one.slot for one in running if one.slot is not None]
     positions = [one.num_planned - 1 for one in running]
     decode = DecodeRows([one.request_id for one in running], slots, positions, adapters=adapters_of(running))

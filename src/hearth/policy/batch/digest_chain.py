@@ -34,7 +34,6 @@ class DigestChain:
         return len(self._digests)
 
     def digest(self, block: int) -> bytes:
-        """Return the digest of a full block; the first block is 0."""
         digests = self._digests
         if block >= len(digests):
             parent = digests[-1] if digests else _root(self._salt, self._adapter)

@@ -70,7 +70,6 @@ class LateBooks:
             self._closed.popleft()  # only now: until then `is_settled` is False
 
     def _close(self) -> None:
-        """Order the changes so far before those that follow."""
         # Publishing before releasing changes nothing.
         if self._published:
             self._closed.append(partial(self._book.publish, self._published))

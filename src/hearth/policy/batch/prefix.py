@@ -56,7 +56,6 @@ class PrefixRun:
 
     @property
     def end(self) -> int:
-        """The block of its sequence behind the last one."""
         return self.first + len(self.blocks)
 
     @property
@@ -141,8 +140,6 @@ class PrefixRun:
 
 
 class Publication(NamedTuple):
-    """Blocks that hold the tokens of a chain, to be found by others."""
-
     chain: DigestChain
     begin: int  #: the block of the chain that is in the first of `blocks`
     before: int | None  #: the block before, of the same sequence; None: there is none
@@ -164,14 +161,12 @@ class PrefixIndex:
         return (block for block, run in enumerate(self.runs) if run is not None)
 
     def reserve(self, num_blocks: int) -> None:
-        """Make room for block numbers below this."""
         self.runs.extend([None] * (num_blocks - len(self.runs)))
 
     def find(self, digest: bytes) -> PrefixRun | None:
         return self._shards[digest[0]].get(digest)
 
     def match(self, chain: DigestChain) -> list[int]:
-        """Return the blocks that hold the longest known prefix of full blocks."""
         prefix = KnownPrefix()
         prefix.follow(self, chain, len(chain.tokens) // chain.block_tokens)
         return prefix.blocks
@@ -248,7 +243,6 @@ class PrefixIndex:
         return list(lost)
 
     def move(self, targets: Mapping[int, int]) -> None:
-        """Rename blocks; no target is in the index."""
         runs, moved = self.runs, set[PrefixRun]()
         for source, target in targets.items():
             if (run := runs[source]) is not None:
@@ -289,7 +283,6 @@ class KnownPrefix:
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks of the prefix as of the last `follow`."""
         blocks: list[int] = []
         for run, end, _ in self._parts:
             blocks += run.blocks[: end - run.first]

@@ -35,7 +35,6 @@ FIRST_LONE_TOKENS = 16
 GROWTH = 8
 #: Of the first step with prompts, what rows that decode take at least.
 _LEAST_SHARE = 0.05
-#: Less than anything takes.
 _LEAST_S = 1e-9
 
 

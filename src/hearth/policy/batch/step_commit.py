@@ -100,7 +100,6 @@ class StepCommit:
             self._fail(sequence, stuck)
 
     def _lose(self, sequence: LiveSequence) -> None:
-        """Ignore the row of an ended sequence, or fail one whose logits are not finite."""
         if not sequence.is_ended:
             self.books.withdraw(sequence)
             self._fail(sequence, _not_finite(sequence))

@@ -63,7 +63,6 @@ class StepReadiness:
         self._starved[model] = generation
 
     def recheck(self) -> None:
-        """Let all starved models try again after an external event."""
         self._starved.clear()
 
     def hopeless(self, busy: Iterable[BusyModel]) -> ModelId | None:

@@ -83,7 +83,6 @@ NO_WORKER_S = 10.0
 
 
 def step(fleet: Fleet, event: Event) -> list[Action]:
-    """Enter an event into the books, and return all actions that follow from it."""
     fleet.advance(event.now_s)
     actions = _apply(fleet, event) + _serve_waiting(fleet)
     if isinstance(event, RequestArrived) and (refused := _reject_beyond_queue(fleet, event)) is not None:
@@ -100,7 +99,6 @@ def _notify_holds(fleet: Fleet) -> list[Action]:
 
 
 def _serve_waiting(fleet: Fleet) -> list[Action]:
-    """Return all actions for waiting requests and for models to be pinned."""
     actions = grant_pins(fleet)
     while fleet.queues.must_serve or fleet.queues.must_refuse:
         if fleet.queues.must_refuse:
@@ -113,7 +111,6 @@ def _serve_waiting(fleet: Fleet) -> list[Action]:
 
 
 def _apply(fleet: Fleet, event: Event) -> list[Action]:
-    """Enter an event into the books, and return the actions that concern only its subject."""
     match event:
         case RequestArrived():
             return _accept_request(fleet, event)
@@ -194,7 +191,6 @@ def _refuse_unusable(
 
 
 def _must_await_turn(fleet: Fleet, model: Model) -> bool:
-    """True if a request of a model would have to wait for a turn, because there is no room."""
     if not fleet.config.takes_turns:
         return False
     if model.with_free_slot:
@@ -214,7 +210,6 @@ def _max_queue(fleet: Fleet, event: RequestArrived) -> int:
 
 
 def _reject_beyond_queue(fleet: Fleet, event: RequestArrived) -> Reject | None:
-    """Reject a new request that would have to wait in a full queue."""
     queues, max_queue = fleet.queues, _max_queue(fleet, event)
     request = queues.requests.get(event.request_id)
     if request is None or request.replica is not None:

@@ -28,13 +28,11 @@ class Promises:
 
     budget_bytes: int
     shares_workspace: bool = True
-    #: What replicas have for themselves.
     own_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
-    #: How many replicas were promised a shared workspace of each size.
+    #: By size of a shared workspace: how many replicas were promised it.
     workspaces_by_hold: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in Hold])
     #: Of `own_bytes_by_hold`, what replicas keep out of turn.
     standing_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
-    #: How many replicas need so much more for their turn than they keep out of turn.
     turns_by_hold: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in Hold])
 
     def add(self, promise: Promise, hold: Hold) -> None:
@@ -52,7 +50,6 @@ class Promises:
         _remove_one(self.turns_by_hold[hold], promise.own_bytes - promise.standing_bytes)
 
     def copy(self) -> Promises:
-        """Return a copy, to try out what would be free without some promises."""
         return Promises(
             self.budget_bytes,
             self.shares_workspace,
@@ -110,7 +107,6 @@ class Promises:
         )
 
     def _bytes_with(self, footprint: Footprint, above: Hold | None = None) -> int:
-        """Return the bytes of replicas held more than `above` and a model, all in turn."""
         promise = self._booked(footprint.promise)
         own_bytes = promise.own_bytes + sum(self.own_bytes_by_hold[_first_above(above) :])
         return own_bytes + max(promise.workspace_bytes, self.workspace_bytes(above))
@@ -121,7 +117,6 @@ class Promises:
 
     @property
     def utilisation(self) -> float:
-        """Share of the budget that is promised to busy, warm and pinned replicas."""
         used_bytes = self.budget_bytes - self.freeable_bytes(Hold.RETAINED)
         return min(1.0, used_bytes / self.budget_bytes) if self.budget_bytes else 1.0
 
@@ -159,11 +154,8 @@ class CapacityIndex:
 
     promises: dict[WorkerId, Promises] = field(default_factory=dict)
     free: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    #: Free once all retained replicas are gone.
     retained: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    #: Free once all idle, unpinned replicas are gone.
     idle: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    #: Free once all unpinned replicas are gone, busy ones included.
     unpinned: Ranking[WorkerId, int] = field(default_factory=Ranking)
     budget: Ranking[WorkerId, int] = field(default_factory=Ranking)
 
@@ -183,9 +175,9 @@ class CapacityIndex:
     def find_fitting(
         self, footprint: Footprint, most: Hold | None, *, roomiest_first: bool = False
     ) -> Iterator[WorkerId]:
-        """Return workers with room for a model once every replica with a hold up to `most` is gone.
+        """Return workers with room for a model without replicas of a hold up to `most`; None: with all.
 
-        `most` None: without evictions. Not to be continued after a change.
+        Not to be continued after a change.
         """
         by_hold = {
             None: self.free,
@@ -220,14 +212,12 @@ class FleetCapacity:
             del self.by_kind[kind]
 
     def find_suited(self, profile: ModelProfile) -> Iterator[tuple[CapacityIndex, Footprint]]:
-        """Yield the workers of each kind that the model can run on, with its footprint there."""
         for kind, index in self.by_kind.items():
             footprint = profile.footprints.get(kind)
             if footprint is not None:
                 yield index, footprint
 
     def has_fitting(self, profile: ModelProfile, most: Hold) -> bool:
-        """True if some worker has room for the model without replicas of a hold up to `most`."""
         return any(
             next(index.find_fitting(footprint, most, roomiest_first=True), None) is not None
             for index, footprint in self.find_suited(profile)

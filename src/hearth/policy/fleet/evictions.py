@@ -22,7 +22,6 @@ class Victim:
 
     @property
     def rank(self) -> tuple[Hold | None, float, str]:
-        """A sort key: the least held first, then the cheapest per byte."""
         replica = self.replica
         return replica.hold, self.cost_s / max(1, replica.promise.own_bytes), replica.model.name
 
@@ -66,7 +65,6 @@ def find_idle(worker: Worker) -> list[Replica]:
 
 
 def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim:
-    """Return a replica with its reload cost, which is 0 for an old version."""
     model = replica.model
     if model.profile is None or replica.is_stale:
         return Victim(replica, 0.0)

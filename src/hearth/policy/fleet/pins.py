@@ -17,7 +17,6 @@ from hearth.policy.fleet.refusals import explain_refused_pin
 
 
 def grant_pins(fleet: Fleet) -> list[Action]:
-    """Pin replicas that should and can be pinned now, and evict those in the way."""
     actions: list[Action] = []
     for replica in list(fleet.refused_pins):
         if replica not in fleet.refused_pins:  # It was evicted for another one.

@@ -19,7 +19,6 @@ class Ranking(Generic[Id, Rank]):
     __slots__ = ("_rank_by_id", "_ranked")
 
     def __init__(self) -> None:
-        #: The same pairs twice: sorted here, by id there.
         self._ranked: list[tuple[Rank, Id]] = []
         self._rank_by_id: dict[Id, Rank] = {}
 

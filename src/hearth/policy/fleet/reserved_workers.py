@@ -12,7 +12,6 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.records import Drain, Worker
 
-#: Workers that are considered for one request.
 MAX_OPTIONS = 8
 
 
@@ -39,7 +38,6 @@ class ReservedWorkers:
 
     @property
     def has_all(self) -> bool:
-        """True if every worker except resting ones is reserved."""
         return len(self.drains) >= len(self.fleet.workers) or self._has_all_kinds
 
     @property
@@ -53,7 +51,6 @@ class ReservedWorkers:
         return all(self._has_kind(kind, index) for kind, index in self.fleet.capacity.by_kind.items())
 
     def _has_kind(self, kind: str, index: CapacityIndex) -> bool:
-        """True if every worker of a kind except resting ones is reserved."""
         least_bytes = min((one.least_bytes for one in self.footprints_by_kind.get(kind, ())), default=None)
         return least_bytes is not None and least_bytes <= (index.unpinned.lowest or 0)
 
@@ -82,6 +79,5 @@ class ReservedWorkers:
 
 
 def _fits_within(one: Footprint, other: Footprint) -> bool:
-    """True if a model has room wherever another has."""
     mine, theirs = one.promise, other.promise
     return mine.own_bytes <= theirs.own_bytes and mine.workspace_bytes <= theirs.workspace_bytes

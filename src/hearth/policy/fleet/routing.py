@@ -36,13 +36,9 @@ def routing_cost(
 ) -> float:
     """Return what it costs to serve a request on a worker, in seconds.
 
-    Args:
-        config: weights of the parts.
-        queue_s: what the request loses by sharing the device: with its model's batch, in proportion to the
-            slots in use, and with other busy models, for as long as they, or it, run on average.
-        load_s: to load the missing bytes, from the rungs that have them.
-        utilisation: of the worker's budget, from 0 to 1: a full worker is preferred to an idle one.
-        evict_s: reload costs of all replicas that must go.
+    `queue_s`: what the request loses by sharing the device. `load_s`: to load the missing bytes.
+    `utilisation`: of the worker's budget, from 0 to 1: a full worker is preferred.
+    `evict_s`: reload costs of all replicas that must go.
     """
     return (
         config.queue_weight * queue_s
@@ -54,16 +50,12 @@ def routing_cost(
 
 @dataclass(frozen=True, slots=True)
 class FreeReplica:
-    """A replica that takes one more request, and the workers it was chosen from."""
-
     replica: Replica
     options: tuple[Option, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """A worker for a new replica, and the workers it was chosen from."""
-
     worker: Worker
     footprint: Footprint
     evictions: EvictionPlan
@@ -72,7 +64,6 @@ class ReplicaPlace:
 
 
 def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
-    """Return the cheapest replica with a slot for a request; None if there is none."""
     model = request.model
     free = (model.replicas[name] for name in model.with_free_slot)
     open_ = (replica for replica in free if replica.has_slot_for(request, fleet.now_s))
@@ -241,7 +232,6 @@ def _price_option(
     evictions: EvictionPlan | None = None,
     adapter_bytes: int = 0,
 ) -> Option:
-    """Return a worker with its cost. `adapter_bytes`: missing bytes of the request's adapter."""
     queue_s = _estimate_queue_s(fleet, model, worker)
     missing_bytes = count_missing_bytes(model, worker)
     load_s = fleet.estimates.reload.load_s(missing_bytes, model.bytes_by_rung)
@@ -254,10 +244,7 @@ def _price_option(
 
 
 def _likely_replicas(request: Request, replicas: Iterable[Replica]) -> list[Replica]:
-    """Return the first replicas, both some with the request's adapter and some without.
-
-    One with few requests may be better without it than all that have it.
-    """
+    """Return the first replicas, both some with the request's adapter and some without."""
     if request.adapter is None:
         return list(islice(replicas, MAX_OPTIONS))
     having, lacking = list[Replica](), list[Replica]()
@@ -268,13 +255,11 @@ def _likely_replicas(request: Request, replicas: Iterable[Replica]) -> list[Repl
 
 
 def _missing_adapter_bytes(request: Request, worker: Worker) -> int:
-    """Return the bytes of a request's adapter, unless a worker is thought to have it."""
     adapter = request.adapter
     return 0 if adapter is None or adapter.adapter in worker.adapters else adapter.num_bytes
 
 
 def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
-    """Return how long running requests delay a request of a model on a worker."""
     estimates = fleet.estimates
     own_s = estimates.run_s(model.name)
     replica = worker.busy.get(model.name)

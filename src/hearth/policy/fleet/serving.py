@@ -36,7 +36,6 @@ MAX_BEHIND = 8
 
 
 def serve_queues(fleet: Fleet) -> list[Action]:
-    """Give all room to waiting models in order; then drain for those that wait too long."""
     actions = _end_drains(fleet) + _fill_kept_slots(fleet) + _share_out(fleet)
     while _drain_for_overdue(fleet):  # From now on only that worker is kept for it.
         actions += _share_out(fleet)
@@ -45,12 +44,10 @@ def serve_queues(fleet: Fleet) -> list[Action]:
 
 
 def _fill_kept_slots(fleet: Fleet) -> list[Action]:
-    """Give slots reserved for interactive requests to batch requests whose patience is over."""
     return [action for name in fleet.queues.for_slot for action in fill_slots(fleet, fleet.models[name])]
 
 
 def _share_out(fleet: Fleet) -> list[Action]:
-    """Give room to models that wait for it, then to second replicas, then to pinned models."""
     reserved = ReservedWorkers(fleet)
     actions = _serve_room_queue(fleet, reserved)
     if not reserved.has_all:
@@ -60,7 +57,6 @@ def _share_out(fleet: Fleet) -> list[Action]:
 
 
 def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
-    """Load models that wait for room, and reserve room for those that get none yet."""
     actions: list[Action] = []
     fleet.kept_until_s, num_behind = math.inf, 0
     for name in fleet.queues.for_room:
@@ -91,7 +87,6 @@ def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
 
 
 def _serve_slot_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
-    """Load a second replica of models whose replicas are all full and none is loading."""
     actions: list[Action] = []
     for name in fleet.queues.for_slot:
         model = fleet.models[name]
@@ -225,10 +220,7 @@ def _drain_for_overdue(fleet: Fleet) -> bool:
 
 
 def _end_drains(fleet: Fleet) -> list[Action]:
-    """End drains that are needless or in vain; workers of the latter rest.
-
-    A drain that ends may give a model its replica back, and so end another.
-    """
+    """End drains that are needless or in vain; workers of the latter rest."""
     actions: list[Action] = []
     while (drain := next((one for one in fleet.drains.values() if _must_end(fleet, one)), None)) is not None:
         if not is_needless(fleet, drain):
@@ -273,7 +265,6 @@ def set_timer(fleet: Fleet) -> list[Action]:
 
 
 def _keeps_room(fleet: Fleet, model: Model) -> bool:
-    """True if a model that waits for room, and has no drain, still reserves it."""
     return fleet.now_s < _kept_until_s(fleet, model)
 
 

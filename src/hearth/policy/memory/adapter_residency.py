@@ -58,8 +58,6 @@ class _AdapterRun:
 
 @dataclass(slots=True)
 class _KnownAdapter:
-    """An adapter that has memory or requests here. Mutable; written by `AdapterResidency`."""
-
     is_pinned: bool
     num_bytes: int = 0  #: that it has on the device
     state: AdapterState = AdapterState.FINDING
@@ -110,7 +108,6 @@ class AdapterResidency:
         self._runs[run] = _AdapterRun(adapter, base, arrived_s)
 
     def found(self, adapter: AdapterId) -> None:
-        """Note that the size of an adapter is known, if it is still asked for."""
         known = self._known.get(adapter)
         if known is not None and known.state is AdapterState.FINDING:
             known.state = AdapterState.FOUND
@@ -121,7 +118,6 @@ class AdapterResidency:
             known.is_pinned = False
 
     def started(self, run: int) -> None:
-        """Note that a request runs which `may_start`."""
         adapter = self._runs[run].adapter
         known = self._known[adapter]
         known.waiting.remove(run)
@@ -166,7 +162,6 @@ class AdapterResidency:
         self._lacking.discard(adapter)
 
     def left(self, adapter: AdapterId) -> None:
-        """Note that an adapter has given up its memory."""
         known = self._known[adapter]
         known.state, known.num_bytes = AdapterState.FOUND, 0
         self._absent[adapter] = None
@@ -179,7 +174,6 @@ class AdapterResidency:
     # Which adapters take requests.
 
     def state(self, adapter: AdapterId) -> AdapterState | None:
-        """Return how far an adapter is; None: it has neither memory nor requests."""
         known = self._known.get(adapter)
         return None if known is None else known.state
 
@@ -198,7 +192,6 @@ class AdapterResidency:
         return sorted((run for adapter in takers for run in self._known[adapter].waiting), key=self._age)
 
     def runs_of(self, adapter: AdapterId) -> list[int]:
-        """Return all requests for an adapter, the oldest first."""
         known = self._known.get(adapter)
         return [] if known is None else sorted(known.waiting | known.running, key=self._age)
 
@@ -207,12 +200,10 @@ class AdapterResidency:
         return any(self.is_run_by(adapter, base) for adapter in self._lacking)
 
     def run_by(self, base: ModelId) -> set[AdapterId]:
-        """Return the adapters of a model's running requests, loaded or not."""
         own = {run.adapter for run in self._runs.values() if run.base == base}
         return {adapter for adapter in own if self.is_run_by(adapter, base)}
 
     def is_run_by(self, adapter: AdapterId, base: ModelId) -> bool:
-        """True if a running request of a model has an adapter."""
         known = self._known.get(adapter)
         return known is not None and any(self._runs[run].base == base for run in known.running)
 

@@ -87,8 +87,6 @@ class EvictionOrder:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Weights of one model that may be taken, last layers first."""
-
     model: ModelId
     hold: Hold  #: one of `TAKEABLE`
     cost_s_per_byte: float  #: `reload_cost` of one byte
@@ -97,8 +95,6 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Units to take from the front of a model's tail."""
-
     model: ModelId
     num_units: int
 
@@ -139,7 +135,6 @@ class _TakeChoice:
         """`tails`: the cheapest byte first."""
         self._tails = tails
         self._num_units = [0] * len(tails)
-        #: Bytes that are freed beyond what is needed; never below 0 after this.
         self._spare_bytes = -num_bytes
         for index, tail in enumerate(tails):
             freed_bytes = list(accumulate(tail.units))
@@ -150,17 +145,13 @@ class _TakeChoice:
                 break
 
     def improved(self) -> list[int]:
-        """Return the units of each tail once nothing can be improved.
-
-        It terminates: the total cost falls with every exchange, or stays while a unit is given back.
-        """
+        """Return the units of each tail once nothing can be improved."""
         self._give_back()
         while self._exchange():
             self._give_back()
         return self._num_units
 
     def _give_back(self) -> None:
-        """Give back units that are not needed, the most expensive bytes first."""
         for index in reversed(range(len(self._tails))):
             units = self._tails[index].units
             while (num := self._num_units[index]) and units[num - 1] <= self._spare_bytes:

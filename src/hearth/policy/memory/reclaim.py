@@ -70,7 +70,6 @@ class ReclaimPolicy:
         self._chain = EvictionChain(books, keeps_addresses, adapters)
         #: Counts what may have freed memory: KV or tables given back, requests that ended, lower holds.
         self.generation = 0
-        #: The model that memory is being freed for: nothing is taken from a model for itself.
         self.placing: ModelId | None = None
         #: Tries to grow that found no free memory, and those for which none could be freed. Promised memory
         #: is tried all the same.
@@ -104,7 +103,6 @@ class ReclaimPolicy:
         return kv.has_work and kv.num_blocks < kv.floor_blocks
 
     def note_freed(self) -> None:
-        """Let all models that found no memory try again."""
         self.generation += 1
 
     def _free(
@@ -288,7 +286,6 @@ class ReclaimPolicy:
         return placed_bytes
 
     def _free_for_table(self, model: ModelId, num_bytes: int) -> Orders:
-        """Free memory without preemption; the model's own lent KV goes first."""
         freed = 0
         while freed < num_bytes:
             kv = self._books.kv_of(model)
@@ -343,7 +340,6 @@ class ReclaimPolicy:
         return got_bytes
 
     def owed_bytes(self) -> int:
-        """Return the free memory for KV that models are promised and do not have."""
         views = {model: self._books.kv_of(model) for model in self._books.models()}
         missing = {model: kv.floor_blocks - kv.num_blocks for model, kv in views.items()}
         return sum(self._books.growth_bytes(model, blocks) for model, blocks in missing.items() if blocks > 0)

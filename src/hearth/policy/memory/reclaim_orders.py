@@ -68,16 +68,12 @@ class PlaceTable:
 
 @dataclass(frozen=True, slots=True)
 class SpillTable:
-    """Move a table out of the pool, with its contents. Outcome: bytes freed."""
-
     model: ModelId
     table: SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
 class DropTable:
-    """Take back a table that no request needs. Outcome: bytes freed."""
-
     model: ModelId
     table: SamplingTable
 

@@ -31,10 +31,7 @@ MIN_TELLING_BYTES = 64 << 20
 def reload_cost(p_wanted: float, load_s: float, weight: float) -> float:
     """Return the seconds that keeping some bytes is expected to save (Tangram's minimal-cost eviction).
 
-    Args:
-        p_wanted: probability that the bytes are wanted within the horizon.
-        load_s: to load them again.
-        weight: how much a second of this model's start matters.
+    `p_wanted`: within the horizon. `weight`: how much a second of this model's start matters.
     """
     assert load_s >= 0, f"a load takes no negative time: {load_s=}"
     return p_wanted * load_s * weight
@@ -45,13 +42,8 @@ def share_load_time(
 ) -> Mapping[Rung, float]:
     """Share the time of a load among the rungs that delivered to it, by how long each was busy.
 
-    Rungs are not all that a load waits for: on a CPU, copying takes longer than reading. Rungs that are busy
-    at the same time take less together than one after the other.
-
-    Args:
-        bytes_by_rung: what each rung delivered.
-        busy_s_by_rung: how long each was busy with that.
-        total_s: of the whole load; None: not all of the bytes came within it.
+    Rungs are not all that a load waits for, and may be busy at the same time. `total_s`: of the whole load; None:
+    not all of the bytes came within it.
     """
     busy_s = sum(busy_s_by_rung.values())
     if total_s is None or busy_s <= 0 or sum(bytes_by_rung.values()) < MIN_TELLING_BYTES:
@@ -97,7 +89,6 @@ class ReloadCosts:
     rates: dict[Rung, RunningRate] = field(default_factory=lambda: {rung: RunningRate() for rung in Rung})
 
     def asked(self, model: str, now_s: float, num_requests: int = 1) -> None:
-        """Count requests for a model since the last call."""
         self.demand.arrived(model, now_s, num_requests)
 
     def forget(self, model: str) -> None:
@@ -118,11 +109,9 @@ class ReloadCosts:
             self.moved(rung, bytes_by_rung[rung], seconds)
 
     def bytes_per_s(self, rung: Rung) -> float:
-        """Return the average rate of a rung, or its prior before the first transfer."""
         return self.rates[rung].bytes_per_s or self.priors[rung]
 
     def measured_rates(self) -> dict[Rung, float]:
-        """Return the rates of the rungs that have delivered something."""
         rates = {rung: rate.bytes_per_s for rung, rate in self.rates.items()}
         return {rung: bytes_per_s for rung, bytes_per_s in rates.items() if bytes_per_s is not None}
 
@@ -143,7 +132,6 @@ class ReloadCosts:
         )
 
     def p_wanted(self, model: str, now_s: float) -> float:
-        """Return the probability that a model is requested within the horizon."""
         return self.demand.probability(model, now_s, HORIZON_S)
 
     def requests_per_s(self, model: str, now_s: float) -> float:
@@ -166,7 +154,6 @@ class DeviceReloadCosts:
         self._shares: dict[ModelId | AdapterId, Mapping[Rung, float]] = {}
 
     def hosted(self, model: ModelId | AdapterId, weight: float) -> None:
-        """Record how much a second of this model's start matters."""
         self._weights[model] = weight
 
     def asked(self, model: ModelId | AdapterId, now_s: float) -> None:

@@ -26,7 +26,6 @@ def choose_slot(digest: str, taken: Collection[int], named: int | None = None) -
 
 
 def preferred_slot(digest: str, num_slots: int) -> int:
-    """Return the slot that a digest prefers. Any text has one."""
     try:
         number = int(digest, 16)
     except ValueError:  # a registry may be damaged
