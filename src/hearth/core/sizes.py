@@ -63,8 +63,6 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The numbers of an architecture that its memory follows from. Becomes JSON."""
-
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -100,8 +98,6 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest batch, the slots and the block size of an engine."""
-
     max_batch_tokens: int  #: of one step
     max_seqs: int  #: slots: sequences that run at the same time
     block_tokens: int  #: of KV
@@ -112,8 +108,6 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class WantedLimits:
-    """The limits that a user has set; `policy/batch/step_limits.py` derives the others."""
-
     max_batch_tokens: int | None  #: None: not set, as with the next one
     max_seqs: int | None
     block_tokens: int
@@ -184,7 +178,6 @@ def workspace_buffers(
 
 
 def _shrunk_rows(dimensions: Dimensions, dtype: str, size: StepSize) -> int:
-    """Return the rows of adapter intermediates; none if an idle MLP buffer is large enough."""
     if size.num_programs == 1:  # a CPU, which keeps nothing between them
         return 0
     num_rows = max(size.max_tokens, ADAPTER_SPLITS * min(size.max_samples, size.max_tokens))
@@ -202,7 +195,6 @@ def padded_bytes(buffer: Buffer) -> int:
 
 
 def run_bytes(buffers: Mapping[str, Buffer]) -> int:
-    """Return the bytes of consecutive buffers, each at its aligned place."""
     return sum(map(padded_bytes, buffers.values()))
 
 
@@ -210,7 +202,6 @@ def run_bytes(buffers: Mapping[str, Buffer]) -> int:
 
 
 def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> Mapping[str, Buffer]:
-    """Return all buffers that an engine always has besides weights, workspace and KV."""
     parts = {
         "inputs": input_buffers(limits, context),
         "sampler": sampler_buffers(limits.max_seqs, dimensions.vocab_size),
@@ -221,7 +212,6 @@ def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> M
 
 
 def max_tiles(num_tokens: int, max_seqs: int) -> int:
-    """Return the most tiles of the prompts of a step of `num_tokens`."""
     return num_tokens // MIN_TILE_TOKENS + min(max_seqs, num_tokens)
 
 
@@ -296,7 +286,6 @@ def counter_buffer(dimensions: Dimensions, max_samples: int) -> Buffer:
 
 
 def num_subgroups(num_sharing: int) -> int:
-    """Return the parts into which decode attention cuts the query heads that share k and v."""
     return -(-num_sharing // MAX_SUBGROUP)
 
 
@@ -419,7 +408,6 @@ class PackedAdapters:
 
 
 def max_adapter_tiles(num_rows: int, max_seqs: int) -> int:
-    """Return the most tiles of the rows of a step with prompts, each of one adapter."""
     return num_rows // ADAPTER_PROMPT_TILE_ROWS + min(max_seqs, num_rows)
 
 

@@ -35,7 +35,6 @@ class AdapterInputs:
 
     def __init__(self, packed: torch.Tensor, max_seqs: int) -> None:
         self._packed, self._max_seqs = packed, max_seqs
-        #: Host copies, used in turn. Empty until the first step with an adapter.
         self._hosts: list[tuple[torch.Tensor, npt.NDArray[np.int64]]] = []
         #: Of the last step: by row of logits, and by row. Empty where kernels read the lists.
         self._logit_groups: tuple[AdapterGroup, ...] = ()

@@ -70,7 +70,6 @@ class Memory:
 
 
 def own_limits(config: EngineConfig, arch: Arch, dtype: torch.dtype, device: torch.device) -> StepLimits:
-    """Return the limits of an engine that has all free memory of a device, weights included."""
     budget_bytes = _spare_bytes(config, device)
     return step_limits(config.wanted_limits, arch.dimensions, name_of(dtype), device.type, budget_bytes)
 

@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 
 class CompileTask(msgspec.Struct, frozen=True):
-    """The one line that the process reads."""
-
     cache: str  #: directory of compiled kernels
     needs: KernelNeeds
 

@@ -25,8 +25,6 @@ from hearth.policy.batch.blocks import SINK_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """Everything that decides which kernel variants a model needs. Becomes JSON."""
-
     arch: Arch  #: with few layers, as most are alike
     dtype: str
     quant: str  #: one of models.layout.QUANTS
@@ -66,8 +64,6 @@ def dry_run(needs: KernelNeeds) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DryMemory:
-    """Allocators, by number of bytes, for a runner that computes nothing."""
-
     large: Callable[[int], torch.Tensor]  #: weights, workspace and KV: never touched
     tables: Callable[[int], torch.Tensor]
 

@@ -117,8 +117,6 @@ class StepMarks(Protocol):
 
 
 class NoMarks:
-    """Ignores all marks, as in a process that runs one model."""
-
     def begun(self, request_ids: Sequence[RequestId]) -> None:
         pass
 

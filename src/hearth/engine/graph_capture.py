@@ -1,8 +1,7 @@
 """Captures work on a CUDA device as graphs, and the steps of all sizes while weights arrive.
 
-Capturing one size takes the host 5 to 20 ms: libraries load kernels for it, and the driver makes the graph
-executable, which may stop the device. The first requests of many lengths lost half a second by that. While
-weights arrive no step could be replayed, and the host has little to do.
+Capturing one size takes the host 5 to 20 ms and may stop the device, which requests of many lengths would
+wait for. While weights arrive the host has little to do.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ class StepGraph(Protocol):
 
 
 class CapturedGraph(StepGraph, Protocol):
-    """A graph captured in this process by torch."""
-
     def instantiate(self) -> None: ...
 
     def raw_cuda_graph(self) -> int:
@@ -99,7 +97,6 @@ class StepGraphs:
 
     @property
     def num_restored(self) -> int:
-        """Graphs of the snapshot in use, substitutes included."""
         return len(self._tried)
 
     @property

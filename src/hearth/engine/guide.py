@@ -29,7 +29,6 @@ class Guides:
         self._eos_ids = eos_ids
         #: Built for the first guided request: it takes 0.3 s, and few models need it.
         self._tokenizer: LLTokenizer | None = None
-        #: Keeps two threads from building it twice.
         self._building = threading.Lock()
 
     def guide(self, spec: GuideSpec, ignore_eos: bool) -> GrammarGuide:
@@ -86,7 +85,6 @@ class GrammarGuide:
 
     @property
     def is_stuck(self) -> bool:
-        """True if the grammar allows no token, or became too costly to follow."""
         return self._matcher.is_error() or not _allows_any(self._mask)
 
     def take(self, token: int) -> FinishReason | None:

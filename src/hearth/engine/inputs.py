@@ -68,7 +68,6 @@ class InputBuffers:
         self._writes = [self._writes_host(max_seqs + len(self._tokens)) for _ in range(2)]
         self._counting = np.arange(len(self._tokens), dtype=np.int32)  #: 0, 1, 2, ...
         self.adapters = AdapterInputs(buffers["adapters"], max_seqs)
-        #: Parts of the packed inputs on the device, by begin and end.
         self._views_by_place: dict[tuple[tuple[int, int], ...], tuple[torch.Tensor, ...]] = {}
 
     def fill(self, plan: StepPlan, shape: StepShape) -> SampleRows:

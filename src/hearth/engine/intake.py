@@ -23,10 +23,7 @@ from hearth.policy.batch.plan import EngineRequest, Guide
 
 
 class Intake:
-    """Checks and resolves requests. Any thread may call it.
-
-    Holds no tensor: a request that is slow to check keeps no memory of a dropped engine.
-    """
+    """Checks and resolves requests. Any thread may call it."""
 
     def __init__(
         self, limits: RequestLimits, guides: Guides, vocab_size: int, eos_ids: frozenset[int]

@@ -111,7 +111,6 @@ class LayerRunner:
 
     @torch.inference_mode()
     def capture_ahead(self, shape: StepShape) -> None:
-        """Capture the parts of a step that have no graph and get none. Weights may still be missing."""
         if self.graphs is None:
             return
         for key in shape.keys:

@@ -62,7 +62,6 @@ class StepLoop:
         So one thread alone computes, and a CPU library keeps one team of threads rather than two.
         """
         self._inbox: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
-        #: Outboxes of live requests. Written by the step thread alone.
         self._outboxes: dict[RequestId, Outbox] = {}
         #: Orders `add` and `close`: no command is posted behind the stop.
         self._gate = threading.Lock()

@@ -65,8 +65,6 @@ class StepReads:
 
 
 class PromptReader:
-    """Reads the prompts of one engine. Keeps nothing between steps."""
-
     def __init__(self, decoder: Decoder, uploads: Uploads) -> None:
         self._decoder, self._uploads = decoder, uploads
 
@@ -161,7 +159,6 @@ class ReadingPieces:
         self._pieces[request_id], self._first_steps[request_id] = [], first_step
 
     def forget(self, request_id: RequestId) -> None:
-        """Drop the readings of a request. Steps in flight may still read it."""
         if self._pieces.pop(request_id, None) is not None:
             del self._first_steps[request_id]
 

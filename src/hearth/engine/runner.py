@@ -114,7 +114,6 @@ class Runner:
         graphs.end_trial(reason)
 
     def _run_again(self, shape: StepShape, plan: StepPlan) -> None:
-        """Run a step eagerly again, after graphs that computed something else."""
         self._tables.counters.zero_()  # every step finds them so, and leaves them so
         self.layers.run_eagerly(shape, plan)
 

@@ -15,8 +15,6 @@ from hearth.policy.batch.plan import StepPlan
 
 
 class StepPart(Enum):
-    """A part of a step that is captured on its own."""
-
     DECODE = "decode"  #: a whole step without prompts, by its rows
     MIXED = "mixed"  #: a step with prompts, up to its last attention, by its tokens
     TAIL = "tail"  #: the rest of such a step, by its rows of logits
@@ -35,8 +33,6 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The numbers of rows that a step runs with, padding included."""
-
     has_prompts: bool
     num_rows: int  #: a token each
     num_logits: int  #: rows with logits; without prompts, every row

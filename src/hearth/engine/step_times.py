@@ -31,7 +31,6 @@ class StepTimer:
         self._ended_s, self._ended = time.perf_counter(), end
 
     def seconds(self) -> float:
-        """Return how long the step took. The device must be done with it."""
         if self._began is None or self._ended is None:
             return self._ended_s - self._began_s
         return float(self._began.elapsed_time(self._ended)) / 1000

@@ -34,7 +34,6 @@ class Uploads:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_cuda = device.type == "cuda"
-        #: Host memory sent since `next_step`.
         self._sent: list[torch.Tensor] = []
         #: Host memory of earlier steps, oldest first, each with the event behind its step.
         self._kept: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()

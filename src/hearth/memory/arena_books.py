@@ -54,7 +54,6 @@ class ArenaBooks:
         return regions
 
     def take(self, tenant: ArenaTenant, span: Span) -> None:
-        """Give a model one of its regions, or enlarge the common workspace."""
         if span.owner == COMMON and COMMON in self.regions:
             self.regions.give(COMMON)  # the new span begins at the same byte
         self.regions.take(span)
@@ -142,7 +141,6 @@ class ArenaBooks:
             self.give_back()
 
     def check(self, piece_owners: Set[Owner]) -> None:
-        """Raise unless the regions are sound and are those of tenants and adapters. For tests."""
         self.regions.check()
         owners = set()
         for model, tenant in self.tenants.items():

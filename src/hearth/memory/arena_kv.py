@@ -22,7 +22,6 @@ class ArenaKv:
         self._books = books
 
     def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
-        """`ahead_blocks` has no effect: nothing has to be mapped."""
         tenant = self._books.tenants[model]
         assert tenant.extents, f"`{model}` is not placed"
         grown: list[range] = []

@@ -73,7 +73,6 @@ class ContiguousMemory:
             self.freed(source, min(source + num_bytes, target))
 
     def _copy_in_pieces(self, source: int, target: int, num_bytes: int) -> None:
-        """Copy in the direction in which no piece is overwritten before it is read."""
         distance = abs(target - source)
         piece_bytes = max(distance, STAGED_BYTES)
         begins = range(0, num_bytes, piece_bytes)

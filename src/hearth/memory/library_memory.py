@@ -18,7 +18,6 @@ import torch
 
 from hearth.memory.pages import Pages
 
-#: What one allocation is rounded up to, as the device's own are.
 _UNIT_BYTES = 2 << 20
 
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)

@@ -63,7 +63,6 @@ class MappedTenant:
 
     @property
     def last_stored_bytes(self) -> int:
-        """Bytes of the weights on their last page; all others are full."""
         return self.shape.stored.num_bytes - (self.num_weights_pages - 1) * self.page_bytes
 
     def is_of(self, shape: Shape) -> bool:

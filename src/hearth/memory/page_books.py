@@ -34,7 +34,6 @@ class SharedChunks:
             self._pages.setdefault(shape.chunks[index], set()).add(page)
 
     def discard(self, shape: Shape, index: int, page: int) -> None:
-        """Forget a page that no model maps any more."""
         if shape.chunk_bytes == self._page_bytes:
             pages = self._pages[shape.chunks[index]]
             pages.remove(page)
@@ -94,7 +93,6 @@ class PageBooks:
         return max(0, num_needed - num_available)
 
     def _num_rest_pages(self, shape: Shape, num_workspace_pages: int) -> int:
-        """Return the pages for sink, tables, and the part of the workspace that exceeds the present one."""
         page_bytes = self._pages.page_bytes
         num_more = num_pages(shape.workspace_bytes, page_bytes) - num_workspace_pages
         num_own = num_pages(shape.block_bytes, page_bytes) + num_pages(shape.tables_bytes, page_bytes)
@@ -134,7 +132,6 @@ class PageBooks:
         return tenant
 
     def has_addresses(self, model: ModelId, shape: Shape) -> bool:
-        """True if a model of this digest has addresses, or can have free ones."""
         tenant = self.tenants.get(model)
         if tenant is not None:
             return tenant.is_of(shape)
@@ -149,7 +146,6 @@ class PageBooks:
                 return
 
     def place_weights(self, tenant: MappedTenant, most: int | None = None) -> None:
-        """Give a model the pages that its weights lack, or the first `most` of them. Maps none."""
         missing = self._missing(tenant)[:most]
         shared = self._shareable(tenant, missing)
         to_load = [index for index in missing if index not in shared]
@@ -168,7 +164,6 @@ class PageBooks:
         return sorted(tenant.loading | tenant.borrowed)
 
     def place_rest(self, tenant: MappedTenant) -> None:
-        """Give a model its workspace, tables and sink. Maps none."""
         workspace = tenant.workspace_places()
         num_shared = min(len(workspace), len(self.workspace))
         for place, page in zip(workspace[:num_shared], self.workspace, strict=False):
@@ -259,7 +254,6 @@ class PageBooks:
         return max((len(tenant.workspace_places()) for tenant in placed), default=0)
 
     def check(self, piece_places: Sequence[int]) -> None:
-        """Raise if the tenants contradict the page table. `piece_places`: those of adapters. For tests."""
         table = self.table
         places = [place for tenant in self.tenants.values() for place in tenant.all_places()]
         places += piece_places
@@ -294,7 +288,6 @@ def _check_tenant(tenant: MappedTenant) -> None:
 
 
 def lost_weights_bytes(books: PageBooks) -> int:
-    """Return the bytes behind the end of weights on their last pages; shared pages count once."""
     lost_bytes: dict[int, int] = {}
     for tenant in books.tenants.values():
         last = tenant.num_weights_pages - 1

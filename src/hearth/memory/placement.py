@@ -27,8 +27,6 @@ _WINDOW = "window"
 
 @dataclass(frozen=True, slots=True)
 class PlacementNeed:
-    """Parts of a model that have no place. All of them are placed, or none."""
-
     model: ModelId
     tensors: tuple[Item, ...]  #: under their owners
     workspace_bytes: int
@@ -177,7 +175,6 @@ def _pack_rest(draft: _PlacementDraft, need: PlacementNeed, packer: Packer, *, h
 
 
 def _windows(need: PlacementNeed) -> tuple[Item, ...]:
-    """Return bytes that hold the blocks wherever they begin."""
     if not need.num_blocks:
         return ()
     # The furthest that a boundary can be from the next block.

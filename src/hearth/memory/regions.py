@@ -62,7 +62,6 @@ class RegionList:
         assert num_bytes % ALIGNMENT_BYTES == 0 < num_bytes, f"{num_bytes=} is no number of whole regions"
         self.num_bytes = num_bytes
         self.free_bytes = num_bytes
-        #: Where regions begin, in order.
         self._begins = [0]
         #: Regions by where they begin. They touch and cover the memory; no two free ones are neighbours.
         self._span_by_begin = {0: Span(0, num_bytes, None)}
@@ -130,7 +129,6 @@ class RegionList:
         return given
 
     def check(self) -> None:
-        """Raise unless the regions touch, cover the memory, and agree with their owners."""
         spans = list(self)
         assert (spans[0].begin, spans[-1].end) == (0, self.num_bytes), f"{spans[0]} .. {spans[-1]}"
         for before, after in pairwise(spans):

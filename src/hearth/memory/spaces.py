@@ -88,7 +88,6 @@ class Spaces:
 
     @property
     def is_full(self) -> bool:
-        """True if no space with an index is left. A process has few beyond those."""
         addresses = map(self._address, range(self._pages.num_spaces))
         return not self._idle and all(at in self._owned or at in self._refused for at in addresses)
 
@@ -121,7 +120,6 @@ class Spaces:
         self._idle.add(address)
 
     def close(self) -> None:
-        """Release all addresses. Nothing may be mapped at any of them."""
         for address in sorted(self._owned | self._idle):
             self._pages.free(address)
         self._owned.clear()

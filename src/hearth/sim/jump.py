@@ -30,10 +30,7 @@ class JumpedCall:
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """Consecutive calls that are skipped once they are over.
-
-    An order that comes meanwhile cuts off those that have not begun.
-    """
+    """Consecutive calls that are skipped once they are over."""
 
     ready: Sequence[ModelId]  #: those that share the device meanwhile
     calls: list[JumpedCall]

@@ -25,7 +25,6 @@ _KEPT = Path(__file__).parent / "profiles"
 #: Names such as `7B` and `0.5B` are sizes: billions of parameters.
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)[Bb]")
 
-#: Of weights, by how they are stored.
 _PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -47,8 +46,6 @@ NO_LEAST = LeastSeconds()
 
 @dataclass(frozen=True, slots=True)
 class ShapeProfile:
-    """One model on the machine of a profile."""
-
     name: str
     weights_bytes: int
     kv_bytes_per_token: int
@@ -70,7 +67,6 @@ class ShapeProfile:
         return self.host_step_s + self.times.step_s(num_tokens, num_rows, context_tokens)
 
     def device_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        """Return the seconds of a step by an engine's timer."""
         return self.device_times.step_s(num_tokens, num_rows, context_tokens)
 
 
@@ -85,7 +81,6 @@ class Profile:
         self.assemble_s = measured.assemble_s
         self.request_s = measured.request_s
         self.wake_s = measured.wake_s
-        #: Of every step while bytes cross.
         self.beside_load = LeastSeconds.of(measured.beside_load_s, measured.beside_load_told_s)
         self.return_s = measured.return_s
         self.shapes: Mapping[str, ShapeProfile] = {one.name: self._shape(one) for one in measured.shapes}
@@ -139,7 +134,6 @@ class Profile:
         return self.scaled(name, weights_bytes, kv_bytes)
 
     def scaled(self, name: str, weights_bytes: int, kv_bytes_per_token: int) -> ShapeProfile:
-        """Return a model of these sizes, scaled from the nearest measured one."""
         nearest = self._nearest(weights_bytes)
         weights, kv = weights_bytes / nearest.weights_bytes, kv_bytes_per_token / nearest.kv_bytes_per_token
         return replace(
@@ -174,7 +168,6 @@ def _as_timed(step: MeasuredStep) -> MeasuredStep:
 
 
 def kept_names() -> list[str]:
-    """Return the names of the built-in profiles."""
     return sorted(path.stem for path in _KEPT.glob("*.json"))
 
 
@@ -188,7 +181,6 @@ def _read(path: Path) -> MeasuredProfile:
 
 
 def _check(measured: MeasuredProfile, where: str) -> None:
-    """Raise ConfigError if fields contradict each other."""
     names = [shape.name for shape in measured.shapes]
     if len(set(names)) < len(names):
         raise ConfigError(f"{where}: `shapes` names a model twice: {', '.join(names)}")

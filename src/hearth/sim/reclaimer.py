@@ -86,7 +86,6 @@ class SimulatedBooks:
         )
 
     def due_in_s(self, model: ModelId) -> float:
-        """Return in how many seconds the next token of a model is due."""
         due_s = math.inf if self._turns is None else self._turns.due_s(model)
         return 0.0 if math.isinf(due_s) else max(0.0, due_s - self.now_s)
 
@@ -111,7 +110,6 @@ class SimulatedReclaimer:
         return num_bytes - self.device.count_bytes(model)
 
     def is_incomplete(self, model: ModelId) -> bool:
-        """True if a hosted model must be loaded before it can step."""
         hosted = self._hosted[model]
         return not hosted.is_assembled or not hosted.engine.kv.is_placed or self.missing_bytes(model) > 0
 
@@ -155,7 +153,6 @@ class SimulatedReclaimer:
         return self.device.place_front(model, profile.digest, profile.num_bytes, num_bytes)
 
     def retire(self, model: ModelId, hosted: SteppedModel) -> None:
-        """Take back all memory of an idle model but its loaded weights."""
         if hosted.load is not None:
             self.device.truncate(model, self.device.count_bytes(model) - hosted.load.num_bytes)
         hosted.engine.kv.clear_all()
@@ -228,7 +225,6 @@ class SimulatedReclaimer:
         return len(order.extent)
 
     def _take(self, order: TakeWeights) -> int:
-        """Take weights as a pool does, cheapest first."""
         coming = {self.policy.placing, *(name for name, one in self._hosted.items() if one.load is not None)}
         tails = [
             Tail(model, hold, cost_s_per_byte, weights.tail)

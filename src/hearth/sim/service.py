@@ -60,8 +60,6 @@ from hearth.sim.traces import TracedRequest
 
 @dataclass(slots=True)
 class SimulatedAnswer:
-    """One request and its tokens so far. Mutable; written by its simulation."""
-
     request_id: RequestId
     model: ModelId
     arrived_s: float
@@ -79,12 +77,10 @@ class SimulatedAnswer:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds from the arrival to the first token, which must exist."""
         return self.token_s[0] - self.arrived_s
 
     @property
     def completion_s(self) -> float:
-        """Seconds from the arrival to the end, which must exist."""
         assert self.ended_s is not None, f"not ended: {self}"
         return self.ended_s - self.arrived_s
 
@@ -219,7 +215,6 @@ class SimulatedService:
     # Workers.
 
     def _advance(self, name: WorkerId, at_s: float) -> None:
-        """Advance a worker, unless it got an order since or is gone."""
         worker = self.workers.get(name)
         if worker is None or worker.next_s != at_s:
             return
@@ -257,7 +252,6 @@ class SimulatedService:
     # The brain.
 
     def _happen(self, event: Event) -> None:
-        """Process an event, and admit requests that the gate held back."""
         if isinstance(event, RequestArrived) and self.answers[event.request_id].ended_s is not None:
             return  # its client has gone while it was on its way
         if self._gate is None:

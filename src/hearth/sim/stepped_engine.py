@@ -30,8 +30,6 @@ class StepSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched and not committed."""
-
     plan: StepPlan
     seconds: StepSeconds
     end_s: float
@@ -48,8 +46,6 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """The launch of a step, beyond the measured times of steps."""
-
     host_s: float
     is_eager: bool  #: kernel by kernel: the device computes meanwhile
     is_timed: bool  #: the step is neither captured nor the first one behind a load, as on a live worker
@@ -91,20 +87,16 @@ class SteppedKv:
 
     @property
     def is_placed(self) -> bool:
-        """True if the model has its sink, from its load until it is retired."""
         return self._num_pages > 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages, the sink included."""
         return self._num_pages * self.range.page_bytes
 
     def max_growth(self, free_bytes: int) -> int:
-        """Return how many blocks more fit into `free_bytes`."""
         return self.range.num_blocks(self._num_pages + free_bytes // self.range.page_bytes) - self._num_blocks
 
     def place_sink(self) -> None:
-        """Take the pages of the sink, unless the model has them."""
         if not self.is_placed:
             self._num_pages, self._num_blocks = self.range.sink_pages, 1
 
@@ -114,7 +106,6 @@ class SteppedKv:
         return [] if num_left is None else [range(self.range.num_blocks(num_left), self._num_blocks)]
 
     def grow(self, num_blocks: int, free_bytes: int) -> int:
-        """Take free pages until there are `num_blocks` more, or none is free; return how many blocks."""
         num_before, max_bytes = self._num_blocks, self.num_bytes + free_bytes
         while self._num_blocks < num_before + num_blocks:
             end = self.range.num_blocks(self._num_pages)
@@ -137,7 +128,6 @@ class SteppedKv:
         return True
 
     def clear_all(self) -> None:
-        """Give back all KV of an idle model, the sink included."""
         self._batch.remove_all()
         self._num_pages = self._num_blocks = 0
 
@@ -256,7 +246,6 @@ class SteppedEngine:
         return _Launch(capture_s, is_eager=False, is_timed=not capture_s)
 
     def flush(self) -> Flight | None:
-        """Return the step in flight, which is no longer."""
         awaited, self.flight = self.flight, None
         return awaited
 

@@ -26,8 +26,6 @@ class HostOrder:
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """Run a request to the end of its answer."""
-
     request_id: RequestId
     model: ModelId
     num_prompt_tokens: int
@@ -58,12 +56,9 @@ class RequestsStarted:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Requests of a model wait, because its turn ended."""
-
     request_ids: tuple[RequestId, ...]
 
 
-#: Events for the brain, and facts that only reports of the simulation need.
 WorkerFact = Event | TokensSent | RequestsStarted | Paused
 
 
@@ -82,8 +77,6 @@ class LoadUnderWay:
 
 @dataclass(slots=True)
 class SteppedModel:
-    """A hosted model. Mutable; written by its worker."""
-
     order: HostOrder
     engine: SteppedEngine
     is_assembled: bool = False  #: its engine exists: since its first load

@@ -56,7 +56,6 @@ class Trace:
         )
 
     def at_speed(self, speed: float) -> Trace:
-        """Return the same requests at a multiple of the speed."""
         if not 0.0 < speed < math.inf:
             raise ConfigError(f"the speed of a trace is above 0, given: {speed:g}")
         return Trace(self.name, tuple(replace(one, arrival_s=one.arrival_s / speed) for one in self.requests))

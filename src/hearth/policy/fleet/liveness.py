@@ -4,7 +4,8 @@ A step may take minutes on few cores. So a worker is silent only while it neithe
 mark: at each layer on a CPU, at the end of each step elsewhere (`engine/engine.py`).
 
 Prompts of a next step are at most `GROWTH` times those of a measured one
-(`policy/batch/prompt_allowance.py`), so that the time between marks stays below `TIMES_LONGEST` times the longest so far.
+(`policy/batch/prompt_allowance.py`), so the time between marks stays below
+`TIMES_LONGEST` times the longest so far.
 """
 
 from __future__ import annotations

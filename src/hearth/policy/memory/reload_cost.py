@@ -42,8 +42,8 @@ def share_load_time(
 ) -> Mapping[Rung, float]:
     """Share the time of a load among the rungs that delivered to it, by how long each was busy.
 
-    Rungs are not all that a load waits for, and may be busy at the same time. `total_s`: of the whole load; None:
-    not all of the bytes came within it.
+    Rungs are not all that a load waits for, and may be busy at the same time. `total_s`: of the whole load;
+    None: not all of the bytes came within it.
     """
     busy_s = sum(busy_s_by_rung.values())
     if total_s is None or busy_s <= 0 or sum(bytes_by_rung.values()) < MIN_TELLING_BYTES:
