@@ -65,10 +65,6 @@ class Samples:
     def tokens(self) -> torch.Tensor:
         return self.chosen[:, 0]
 
-    @property
-    def best_logits(self) -> torch.Tensor:
-        return self.chosen[:, 1].view(torch.float32)
-
 
 class _Part(IntEnum):
     """A part of sampling that a request may need. Without any, it takes its highest logit.

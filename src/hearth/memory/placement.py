@@ -159,8 +159,10 @@ def _pack_rest(draft: _PlacementDraft, need: PlacementNeed, packer: Packer, *, h
     windows = () if has_blocks else _windows(need)
     if not items and not windows:
         return True
-    spans = list(draft.books)
-    packing = packer([_region(span, draft.movable) for span in spans], [*items, *windows])
+    regions = [
+        Region(span.begin, span.num_bytes, span.owner, _is_fixed(span, draft.movable)) for span in draft.books
+    ]
+    packing = packer(regions, [*items, *windows])
     if packing is None:
         return False
     draft.moves += packing.moves
@@ -180,10 +182,6 @@ def _windows(need: PlacementNeed) -> tuple[Item, ...]:
     # The furthest that a boundary can be from the next block.
     ahead_bytes = need.block_bytes - gcd(need.block_bytes, ALIGNMENT_BYTES)
     return (Item(_WINDOW, aligned(ahead_bytes + need.num_blocks * need.block_bytes)),)
-
-
-def _region(span: Span, movable: Set[ModelId]) -> Region:
-    return Region(span.begin, span.num_bytes, span.owner, _is_fixed(span, movable))
 
 
 def _owner(key: Hashable) -> Owner:

@@ -419,15 +419,12 @@ class SteppedWorker:
             case None:
                 pass
             case _Call():
-                self._end_call(running)
+                self._sharing.stepped(running.model, running.end_s - running.began_s)
+                self._take_in(running.model, running.awaited)
             case Jump():
                 self._end_jump(running)
             case _:
                 assert_never(running)
-
-    def _end_call(self, call: _Call) -> None:
-        self._sharing.stepped(call.model, call.end_s - call.began_s)
-        self._take_in(call.model, call.awaited)
 
     def _take_in(self, model: ModelId, awaited: Flight | None) -> None:
         """Commit a step that was waited for: send its tokens and end requests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress, count, islice
+from itertools import compress, count
 
 _END, _ABSENT = -1, -2  #: no blocks: where a chain of blocks ends, and a link of who is in none
 
@@ -62,9 +62,6 @@ class FreeBlocks:
             num_left -= at - first
         self._lowest = at
         return blocks
-
-    def lowest_outside(self, extent: range, num_blocks: int) -> list[int]:
-        return list(islice((block for block in self if block not in extent), num_blocks))
 
     def check(self) -> None:
         free = list(compress(count(), self._is_free))

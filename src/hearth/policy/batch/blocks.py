@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, count, islice
+from itertools import chain, compress, count, islice
 
 from hearth.policy.batch.block_sets import CachedBlocks, FreeBlocks
 from hearth.policy.batch.prefix import PrefixIndex, Publication
@@ -96,9 +96,8 @@ class BlockBook:
         return self.num_available - num_inside
 
     def available_outside(self, extent: range, num_blocks: int) -> list[int]:
-        blocks = self._free.lowest_outside(extent, num_blocks)
-        cached = (block for block in self._cached if block not in extent)
-        return blocks + list(islice(cached, num_blocks - len(blocks)))
+        available = chain(self._free, self._cached)
+        return list(islice((block for block in available if block not in extent), num_blocks))
 
     # Blocks that come and go.
 

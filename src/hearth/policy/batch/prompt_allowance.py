@@ -75,12 +75,6 @@ class PromptAllowance:
         most_tokens = (self._max_step_s - rows_s) / max(self._token_s, self._many_token_s)
         return max(1, int(min(prompts_s / self._token_s, max(fair_tokens, most_tokens))))
 
-    def predicted_s(self, num_prompt_tokens: int) -> float | None:
-        """Return how long the next step takes with `num_prompt_tokens`; None: unknown."""
-        if self._rows_s is None or self._token_s is None:
-            return None
-        return self._rows_s + self._token_s * num_prompt_tokens
-
     def measured(self, num_decode_rows: int, num_prompt_tokens: int, seconds: float) -> None:
         seconds = max(seconds, _LEAST_S)
         if num_prompt_tokens and MANY_SHARE * self._num_many <= num_prompt_tokens:

@@ -137,7 +137,8 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
                 record_report(fleet.models, reporter, bytes_by_model)
             return []
         case WorkerJoined():
-            return _add_worker(fleet, event)
+            fleet.join(event)
+            return refuse_hopeless(fleet)
         case WorkerLost():
             return _lose_worker(fleet, event)
         case ModelDeployed(_, profile):
@@ -339,11 +340,6 @@ def _handle_failure(fleet: Fleet, event: ModelFailed) -> list[Action]:
 
 
 # Workers.
-
-
-def _add_worker(fleet: Fleet, event: WorkerJoined) -> list[Action]:
-    fleet.join(event)
-    return refuse_hopeless(fleet)
 
 
 def _lose_worker(fleet: Fleet, event: WorkerLost) -> list[Action]:

@@ -36,7 +36,7 @@ def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
         workers = (fleet.workers[name] for name in ranking.down_to_rank(0))
         suited = (worker for worker in workers if _is_suited(fleet, worker, model, footprint))
         plans += [_choose_victims(fleet, worker, model, footprint) for worker in islice(suited, MAX_WORKERS)]
-    if not plans or not all(_has_busy(plan) for plan in plans):
+    if not plans or not all(any(victim.replica.running for victim in plan) for plan in plans):
         return None
     best = min(plans, key=lambda plan: (sum(victim.cost_s for victim in plan), plan[0].replica.worker.name))
     victims = tuple(victim.replica for victim in best)
@@ -100,10 +100,6 @@ def _may_go(replica: Replica, model: Model) -> bool:
     own, other = replica.model.first_waiting, model.first_waiting
     is_earlier = own is not None and other is not None and own.place < other.place
     return replica.hold is not Hold.PINNED and not is_earlier
-
-
-def _has_busy(plan: tuple[Victim, ...]) -> bool:
-    return any(victim.replica.running for victim in plan)
 
 
 def _choose_victims(fleet: Fleet, worker: Worker, model: Model, footprint: Footprint) -> tuple[Victim, ...]:

@@ -53,11 +53,7 @@ def find_suspects(worker: Worker, culprit: ModelId | None) -> list[Replica]:
     replicas = list(worker.replicas.values())
     if culprit is not None:
         return [replica for replica in replicas if replica.model.name == culprit]
-    return [replica for replica in replicas if _is_loading(replica)] or replicas
-
-
-def _is_loading(replica: Replica) -> bool:
-    return not replica.is_ready and replica.is_in_turn
+    return [one for one in replicas if not one.is_ready and one.is_in_turn] or replicas
 
 
 def record_loss(

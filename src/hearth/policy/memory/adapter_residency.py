@@ -180,10 +180,6 @@ class AdapterResidency:
     def has_memory(self, adapter: AdapterId) -> bool:
         return self.state(adapter) in (AdapterState.LOADING, AdapterState.LOADED)
 
-    def may_start(self, run: int) -> bool:
-        """True if the adapter of a request is loaded and takes new requests."""
-        return not self._is_promise_short() and self._takes_requests(self._runs[run].adapter)
-
     def startable(self) -> list[int]:
         """Return the waiting requests that may start, the oldest first."""
         takers = [adapter for adapter in self._waited if self._takes_requests(adapter)]
