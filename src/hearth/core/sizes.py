@@ -115,8 +115,6 @@ class WantedLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The largest step that a workspace must hold."""
-
     max_tokens: int
     max_samples: int
     num_programs: int  #: of a decode attention launch; see SplitScratch
@@ -263,7 +261,6 @@ def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
 
 
 def sampler_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
-    """Return the state of a sampler for every slot, and its scratch (`engine/sampler.py`)."""
     return {
         "tokens": Buffer((max_seqs + 1,), "int64"),
         "chosen": Buffer((max_seqs, 2), "int32"),
@@ -280,7 +277,6 @@ def sampled_pieces(num_rows: int, vocab_size: int) -> list[slice]:
 
 
 def counter_buffer(dimensions: Dimensions, max_samples: int) -> Buffer:
-    """Return the counters of split attention, which persist between steps."""
     num_parts = num_subgroups(dimensions.num_heads // dimensions.num_kv_heads)
     return Buffer((max_samples * dimensions.num_kv_heads * num_parts,), "int32")
 
@@ -437,5 +433,4 @@ def adapter_table_buffer(num_layers: int) -> Buffer:
 
 
 def block_buffer(dimensions: Dimensions, layers: range, dtype: str, block_tokens: int) -> Buffer:
-    """Return one block of KV: k and v of all the layers."""
     return Buffer((len(layers), 2, block_tokens, dimensions.num_kv_heads, dimensions.head_dim), dtype)

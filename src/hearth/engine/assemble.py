@@ -196,10 +196,7 @@ def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> to
 
 
 def _padded_sizes(limits: StepLimits, device: torch.device) -> PaddedSizes:
-    """Return the sizes that steps are padded to, captured or not, so that both compute the same bits.
-
-    The meta device has dry runs, with the shapes of CUDA.
-    """
+    """Return the sizes that steps are padded to, captured or not, so that both compute the same bits."""
     if device.type == "cpu":
         return PaddedSizes()
     if not HAS_TRITON:

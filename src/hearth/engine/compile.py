@@ -45,7 +45,6 @@ def list_key(needs: KernelNeeds) -> str:
 
 @cache
 def _software() -> str:
-    """Return a digest of the compiler's version and of all code that decides which variants there are."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256(triton.__version__.encode())
     for path in sorted(

@@ -66,10 +66,7 @@ def use_library_memory(pool: torch.cuda.MemPool) -> None:
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all captures on a device. Its one cuBLAS workspace serves all graphs.
-
-    They may share it because all are replayed on one stream, the default one.
-    """
+    """Return the stream of all captures on a device. Its one cuBLAS workspace serves all graphs."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
     with torch.cuda.stream(stream):
         _multiply()  # loads the library, which takes 0.1 s

@@ -130,11 +130,7 @@ class GrammarGuide:
         return mask
 
     def _respelled(self, mask: bytes) -> bytes:
-        """Return the mask where llguidance forces a token that its own grammar does not accept.
-
-        llguidance tokenises forced text like a prompt: `<|im_end|>` becomes the special token, and Unicode is
-        normalised. The first character alone becomes an ordinary token, and the rest is tokenised without it.
-        """
+        """Return the mask where llguidance forces a token that its own grammar does not accept."""
         text, is_token, _ = self._matcher.compute_ff_bytes().partition(b"\xff")
         if not text and is_token:
             return mask  # the grammar names an end token, `<|im_end|>` without quotes

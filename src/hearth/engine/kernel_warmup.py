@@ -89,7 +89,6 @@ class KernelWarmup:
 
 
 def _compile_apart(task: CompileTask) -> str | None:
-    """Compile in a process of its own; return why that failed, or None."""
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hearth.engine.compile"],

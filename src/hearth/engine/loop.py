@@ -57,10 +57,7 @@ class StepLoop:
     """An engine on its own thread. Any thread may call `add`, `cancel` and `close`."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
-        """Run `build` on the step thread, which then owns the engine; its exceptions are raised here.
-
-        So one thread alone computes, and a CPU library keeps one team of threads rather than two.
-        """
+        """Run `build` on the step thread, which then owns the engine; its exceptions are raised here."""
         self._inbox: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
         self._outboxes: dict[RequestId, Outbox] = {}
         #: Orders `add` and `close`: no command is posted behind the stop.

@@ -42,10 +42,7 @@ class Runner:
         self._hosts = [host_like(sampler.chosen) for _ in range(2)]
 
     def is_warm(self, plan: StepPlan) -> bool:
-        """True if the time of this step is typical: no wait for weights, no capture, no trial.
-
-        Readings beside decode rows are not typical either; prompts alone may always have them.
-        """
+        """True if the time of this step is typical: no wait for weights, no capture, no trial."""
         layers = self.layers
         if layers.gate is not None or self._trial is not None or (plan.has_readings and plan.num_decode_rows):
             return False

@@ -155,10 +155,7 @@ class ArenaBooks:
         assert all(self.tenants[model].extents for model in self.moved), f"{self.moved=}"
 
     def give_back(self) -> None:
-        """Return the pages of freed bytes that are still free to the system.
-
-        A page that two regions share goes with the one that comes free last.
-        """
+        """Return the pages of freed bytes that are still free to the system."""
         freed, self.freed = self.freed, []
         for part in freed:
             for free in self.regions.free_within(part.begin, part.end):

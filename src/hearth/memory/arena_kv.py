@@ -52,12 +52,7 @@ class ArenaKv:
         return [extents[first] for first in sorted(extents) if first != sink]
 
     def _more_blocks(self, tenant: ArenaTenant, num_blocks: int) -> range:
-        """Return about `num_blocks` free blocks, up to where extents end; fewer or none if memory is short.
-
-        A batch that fits into no free region replaces tensors, which move, rather than being split: every
-        region that cannot move separates those that can. But many bytes move only as a last resort, because
-        a step waits for it.
-        """
+        """Return about `num_blocks` free blocks, up to where extents end; fewer if memory is short."""
         movable = self._books.movable()
         if tenant.failed_growth == (self._books.regions.version, movable):
             return range(0)

@@ -138,7 +138,6 @@ class PageBooks:
         return not self._spaces.is_full
 
     def _displace_one(self) -> None:
-        """Take the addresses of the model that was retired first, of those without pages."""
         for tenant in self.tenants.values():
             if not tenant.is_placed and not tenant.resident and not tenant.loading:
                 self.drop(tenant)
@@ -344,10 +343,7 @@ def tails_of(
 def _last_owners(
     shared: Mapping[ModelId, Mapping[int, int]], costs: Mapping[ModelId, float]
 ) -> dict[int, ModelId | None]:
-    """Return for each shared page the model with which it comes free; None: not all may be evicted.
-
-    That is the most expensive of its models: the others are evicted before.
-    """
+    """Return for each shared page the model with which it comes free; None: not all may be evicted."""
     last: dict[int, ModelId | None] = {}
     for model, pages in shared.items():
         for page in pages.values():

@@ -69,11 +69,7 @@ class _RoundedSizes:
 
 
 class _Rooms:
-    """Disjoint ranges of addresses, in order, no two of which touch. Mutable.
-
-    Steps wait while an adapter is placed or dropped, so these are two sorted lists of numbers for binary
-    search.
-    """
+    """Disjoint ranges of addresses, in order, no two of which touch. Mutable; sorted for binary search."""
 
     def __init__(self, begins: list[int], ends: list[int]) -> None:
         self.begins, self.ends = begins, ends

@@ -241,7 +241,6 @@ def _room_at_begin(stretch: Sequence[Span], num_bytes: int) -> list[Move] | None
 
 
 def _passed(spans: Iterable[Span], num_bytes: int) -> tuple[list[Span], int]:
-    """Return the tensors before `num_bytes` of free bytes, and how many free bytes were found."""
     passed: list[Span] = []
     free_bytes = 0
     for span in spans:

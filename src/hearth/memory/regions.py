@@ -169,12 +169,10 @@ def aligned(num_bytes: int) -> int:
 
 
 def blocks_within(begin: int, end: int, block_bytes: int) -> range:
-    """Return the blocks that lie within these bytes as a whole."""
     return range(-(-begin // block_bytes), end // block_bytes)
 
 
 def bytes_around(blocks: range, block_bytes: int) -> ByteRange:
-    """Return the bytes of a run of blocks, rounded to region boundaries."""
     begin = blocks.start * block_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     return ByteRange(begin, aligned(blocks.stop * block_bytes))
 

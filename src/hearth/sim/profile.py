@@ -57,12 +57,9 @@ class ShapeProfile:
     with_prompts: LeastSeconds  #: of steps with prompts
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        """Return the seconds of a step.
+        """Return the seconds of a step; as many rows as tokens: all of them decode.
 
-        Args:
-            num_tokens: computed by the step, over all rows.
-            num_rows: sequences. As many as tokens: all of them decode.
-            context_tokens: that the rows attend to, their own included, over all rows.
+        `context_tokens`: those that the rows attend to, their own included, over all rows.
         """
         return self.host_step_s + self.times.step_s(num_tokens, num_rows, context_tokens)
 

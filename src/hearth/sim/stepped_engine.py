@@ -52,11 +52,7 @@ class _Launch:
 
 
 class SteppedGraphs:
-    """Step sizes with captured graphs, by rows and by whether there are prompts. Mutable.
-
-    The first step of a size captures it, unless it is behind a load: that step runs kernel by kernel, because
-    a request waits for its token.
-    """
+    """Step sizes with captured graphs, by rows and by whether there are prompts. Mutable."""
 
     def __init__(self, limits: StepLimits) -> None:
         self._decode, self._mixed = decode_sizes(limits), mixed_sizes(limits)
@@ -221,11 +217,7 @@ class SteppedEngine:
         least: LeastSeconds,
         timed_start_s: float = 0.0,
     ) -> StepSeconds:
-        """Return how long a step with a graph takes: `least` or longer.
-
-        The timer includes `timed_start_s` of its launch, while the device was idle. It also includes the
-        launch of a step that waits for the host.
-        """
+        """Return how long a step with a graph takes: `least` or longer."""
         shape, sizes = self.shape, (num_tokens, num_rows, context_tokens)
         if num_tokens > num_rows and shape.with_prompts.step_s > least.step_s:
             least = shape.with_prompts

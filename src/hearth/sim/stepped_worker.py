@@ -352,7 +352,6 @@ class SteppedWorker:
         self._complete(model, hosted, load)
 
     def _complete(self, model: ModelId, hosted: SteppedModel, load: LoadUnderWay) -> None:
-        """Note that all weights of a model are there after a load, which may have been empty."""
         hosted.is_assembled, hosted.is_returning = True, False
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)

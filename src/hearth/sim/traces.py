@@ -78,11 +78,7 @@ class Trace:
         )
 
     def mapped(self, models: Sequence[str]) -> Trace:
-        """Return the same requests, each for a model instead of from a tenant.
-
-        The busiest tenant gets the first model, and so on, round robin. Tenants are ranked by these requests:
-        map a trace before a window of it to rank by all of it.
-        """
+        """Return the same requests, each for a model, round robin by tenants, the busiest of these first."""
         if not models:
             raise ConfigError("a trace is mapped to at least 1 model, given: none")
         model_of = {tenant: models[rank % len(models)] for rank, tenant in enumerate(self.tenants)}

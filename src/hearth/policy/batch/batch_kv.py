@@ -37,11 +37,7 @@ class BatchKv:
         )
 
     def wanted_blocks(self) -> int:
-        """Return how many blocks the next plan would allocate if there were enough.
-
-        A prompt counts as a whole, because it is not admitted without room for all of it. Prompts with the
-        same beginning count as if they shared no blocks.
-        """
+        """Return how many blocks the next plan would allocate if there were enough."""
         self._books.settle()
         blocks = self._blocks
         tokens_left, num_wanted = self._limits.max_batch_tokens, 0

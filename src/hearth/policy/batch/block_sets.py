@@ -49,7 +49,6 @@ class FreeBlocks:
         self._num_free = self._lowest = 0
 
     def pop_lowest(self, num_blocks: int) -> list[int]:
-        """Remove the lowest `num_blocks`, or all; return them in order."""
         is_free, at, blocks = self._is_free, self._lowest, list[int]()
         num_left = min(num_blocks, self._num_free)
         self._num_free -= num_left
@@ -70,10 +69,7 @@ class FreeBlocks:
 
 
 class CachedBlocks:
-    """Blocks in the order of their last use. Mutable; written only by the `BlockBook` that owns it.
-
-    A doubly linked ring through two lists indexed by block; the last entries are its head.
-    """
+    """Blocks in the order of their last use: a ring linked through two lists. Mutable."""
 
     def __init__(self) -> None:
         self._newer, self._older = [_END], [_END]

@@ -201,10 +201,7 @@ class BlockBook:
         self._free.add(free)
 
     def _release_shared(self, blocks: Sequence[int]) -> int:
-        """Release the leading blocks that other sequences hold too; return how many.
-
-        Few blocks behind them are shared: only after a prefix that was computed twice.
-        """
+        """Release the leading blocks that other sequences hold too; return how many."""
         num_holders = self._num_holders
         for at, block in enumerate(blocks):
             if num_holders[block] <= 1:

@@ -58,7 +58,6 @@ def blocks_wanted_by(running: Sequence[LiveSequence], num_steps: int, block_toke
 
 
 def skip_steps(running: Sequence[LiveSequence], book: BlockBook, num_steps: int, token: int) -> None:
-    """Plan and commit `num_steps` of a `DecodeRun`, in each of which all sequences sample `token`."""
     handed_out = _skipped_blocks(running, num_steps, book.block_tokens)
     for sequence in running:
         assert token not in sequence.stop_ids, f"{token=} would have ended {sequence}"

@@ -40,16 +40,12 @@ class LateBooks:
         sequence.num_published = num_full
 
     def publish_committed(self, sequence: LiveSequence) -> None:
-        """Publish what is committed of a sequence that stops running, and withdraw the rest.
-
-        Output is published only here: no other request needs an unfinished answer.
-        """
+        """Publish what is committed of a sequence that stops running, and withdraw the rest."""
         self.withdraw_planned(sequence)
         if len(sequence.tokens) > sequence.num_prefill and sequence.slot is not None:
             self.publish(sequence, len(sequence.tokens) - 1)  # all but the last are computed
 
     def withdraw_planned(self, sequence: LiveSequence) -> None:
-        """Withdraw the published blocks whose steps are not committed."""
         if blocks := sequence.blocks[sequence.num_confirmed : sequence.num_published]:
             self._close()
             self._closed.append(partial(self._book.withdraw, blocks))

@@ -46,10 +46,7 @@ class EngineRequest:
     is_streamed: bool = True  #: each token is sent as it comes; False: all at the end
 
     def in_line(self, pace: Pace, arrived_s: float, now_s: float) -> EngineRequest:
-        """Return the request with its place in the queue, now that its engine gets it.
-
-        Interactive requests come before batch requests that yield, and behind all others that are here.
-        """
+        """Return the request with its place in the queue, now that its engine gets it."""
         line_s = max(now_s, arrived_s + pace.patience_s)
         return replace(self, is_batch=pace.is_batch, line_s=line_s)
 
@@ -138,10 +135,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of one token each, the one that the slot sampled last. All of them sample.
-
-    A step may have a thousand, so they are columns of equal length rather than `Row`s.
-    """
+    """Rows of one token each, the one that the slot sampled last. All of them sample."""
 
     request_ids: Sequence[RequestId] = ()
     slots: Sequence[int] = ()

@@ -49,11 +49,7 @@ class PlanDraft:
     has_preempted: bool = False
 
     def allow_prompts(self, budget_tokens: int, max_prompt_tokens: int | None) -> None:
-        """Set the room for prompts: the rest of the budget, at most `max_prompt_tokens` or one block.
-
-        That limit is an estimate. Prompts that fit may use all of it; chunks of longer ones leave an eighth
-        as a margin for error.
-        """
+        """Set the room for prompts: the rest of the budget, at most `max_prompt_tokens` or one block."""
         self.budget_tokens = self.prompt_tokens = budget_tokens
         self.max_prompt_tokens = max_prompt_tokens
         if max_prompt_tokens is not None and max_prompt_tokens < budget_tokens:
@@ -74,9 +70,7 @@ class PlanDraft:
     def chunk_tokens(self, start: int, end: int) -> int:
         """Return how many tokens of a prompt, from `start` on, the step should have; 0: it should wait.
 
-        A prompt that does not fit is cut where the step needs no padding, or else where a block ends. Behind
-        other prompts it is not begun for less than a quarter of the allowance. Tokens that would be padding
-        cost nothing, so a prompt may have them.
+        A prompt that does not fit is cut where the step needs no padding, or else where a block ends.
         """
         if end - start <= self.prompt_tokens - self.num_prompt_tokens and not self.is_cut:
             return end - start

@@ -172,11 +172,7 @@ class PrefixIndex:
         return prefix.blocks
 
     def add(self, publication: Publication) -> None:
-        """Make blocks findable by their content. Of two with the same content the first stays.
-
-        Except blocks whose digests are not computed, because they extend a run or nothing was known of their
-        text: these may also be in another run, whose beginning was lost, and stay until evicted.
-        """
+        """Make blocks findable by their content. Of two with the same known digest the first stays."""
         chain, begin, before, blocks = publication
         runs, end = self.runs, begin + len(blocks)
         run = None if before is None else runs[before]
@@ -270,10 +266,7 @@ class PrefixIndex:
 
 
 class KnownPrefix:
-    """The known prefix of one waiting sequence. Mutable; written only by `follow`.
-
-    Updated step by step: matching all blocks before every step would cost more than the step.
-    """
+    """The known prefix of one waiting sequence. Mutable; written only by `follow`."""
 
     __slots__ = ("_parts",)
 
@@ -292,10 +285,7 @@ class KnownPrefix:
         return self._parts[-1][1] if self._parts else 0
 
     def follow(self, index: PrefixIndex, chain: DigestChain, num_most: int) -> None:
-        """Update the prefix, up to `num_most` blocks of the same chain.
-
-        Of an unknown prompt only the first digest is computed: its first token does not wait for the others.
-        """
+        """Update the prefix, up to `num_most` blocks of the same chain."""
         parts = self._parts
         if parts:
             self._drop_gone(chain)
@@ -325,10 +315,7 @@ class KnownPrefix:
                 break
 
     def collect(self, blocks: set[int]) -> None:
-        """Add all blocks of the prefix to `blocks`.
-
-        Stops at the first one that is there: sequences with a common prefix have the same blocks before it.
-        """
+        """Add all blocks of the prefix to `blocks`; those before one that is there are there too."""
         for run, end, _ in reversed(self._parts):
             for at in range(end - run.first - 1, -1, -1):
                 if (block := run.blocks[at]) in blocks:

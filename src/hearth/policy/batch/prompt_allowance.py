@@ -59,8 +59,7 @@ class PromptAllowance:
         """Return the limit of prompt tokens in the next step, of those that wait; None: no limit.
 
         Prompts always get their fair share, and more if several such steps would not compute all that wait. A
-        crowd, which one step of `max_step` could not compute, gets all of `max_step` until none waits: most
-        requests that would be spared long steps are in the crowd themselves.
+        crowd, which one step of `max_step` could not compute, gets all of `max_step` until none waits.
         """
         if math.isinf(self._max_step_s):
             return None
@@ -100,11 +99,7 @@ class PromptAllowance:
             self._token_s = max(_LEAST_S, self._token_s * (1 + correction * prompts_s))
 
     def _measured_alone(self, num_tokens: int, seconds: float) -> None:
-        """Learn how many tokens fit into a step without decoding.
-
-        More tokens are cheaper each, so what fits by the price of fewer does fit. A short step with few
-        tokens says nothing against more.
-        """
+        """Learn how many tokens fit into a step without decoding."""
         if self.num_lone_tokens is None:
             return
         longest_s = LONE_STEPS * self._max_step_s

@@ -20,10 +20,7 @@ from hearth.policy.batch.prefix import KnownPrefix, PrefixIndex
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """One request that has not ended. Mutable; written only by the `Batcher` and its parts.
-
-    A step may read these fields of a thousand sequences, so they are stored rather than computed.
-    """
+    """One request that has not ended. Mutable; written only by the `Batcher` and its parts."""
 
     request: EngineRequest
     arrival: int
@@ -79,10 +76,7 @@ class LiveSequence:
 
     @property
     def reads_all(self) -> bool:
-        """True if all of its prompt has to be computed, because every token is read.
-
-        Readings are reported with the first token, so after that a known prefix may be skipped.
-        """
+        """True if all of its prompt has to be computed, because every token is read."""
         if not self.is_read or self.num_output:
             return False
         return self.request.pooling is Pooling.MEAN or self.request.sampling.prompt_logprobs is not None
@@ -106,11 +100,7 @@ class LiveSequence:
         return self.prefix
 
     def allow_next(self) -> None:
-        """Set how far steps may be planned, after a commit.
-
-        A guide needs the last token first; without one, only the end is a limit: the KV of the last token is
-        not computed.
-        """
+        """Set how far steps may be planned, after a commit."""
         self.max_planned = len(self.tokens) if self.guide is not None else self.max_length - 1
 
     def set_quiet(self) -> None:

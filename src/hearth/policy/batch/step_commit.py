@@ -69,7 +69,6 @@ class StepCommit:
         return [*loud, *range(len(positions), len(tokens))]
 
     def _append(self, sequence: LiveSequence, token: int) -> None:
-        """Append a first token, one that may be the last, or one for a guide."""
         tokens = sequence.tokens
         if len(tokens) == sequence.num_prefill:
             sequence.num_confirmed = sequence.num_published

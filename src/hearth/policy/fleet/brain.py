@@ -91,7 +91,6 @@ def step(fleet: Fleet, event: Event) -> list[Action]:
 
 
 def _notify_holds(fleet: Fleet) -> list[Action]:
-    """Tell workers how models are held. They see for themselves which are busy."""
     return [
         SetHold(replica.model.name, replica.worker.name, replica.notified_hold)
         for replica in fleet.notices.take()
@@ -182,7 +181,6 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
 def _refuse_unusable(
     fleet: Fleet, event: RequestArrived, model: Model, profile: ModelProfile
 ) -> Reject | None:
-    """Refuse a request of a model on no worker: a load failed recently, or pins leave no room."""
     if model.failure is not None and (retry_s := find_retry_s(fleet, model)) is not None:
         message = explain_failure(model.failure, retry_s)
         return Reject(event.request_id, failure_reason(model.failure), message, retry_s)
@@ -205,7 +203,6 @@ def _has_full_queue(fleet: Fleet, event: RequestArrived) -> bool:
 
 
 def _max_queue(fleet: Fleet, event: RequestArrived) -> int:
-    """Return the queue length, of both classes, up to which a request of this class may wait."""
     most = fleet.config.max_queue
     return share_for_batch(most) if event.is_batch else most
 

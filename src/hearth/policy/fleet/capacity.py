@@ -22,8 +22,7 @@ from hearth.policy.fleet.ranking import Ranking
 class Promises:
     """Bytes of one worker's budget, by the hold of the replicas that they are promised to.
 
-    Mutable; a worker's own are written only by `Fleet.reindex`. Counts what each replica has for itself, and
-    the largest workspace of all, or each its own while in turn if the pool may not share it.
+    Mutable; a worker's own are written only by `Fleet.reindex`.
     """
 
     budget_bytes: int
@@ -60,7 +59,6 @@ class Promises:
         )
 
     def workspace_bytes(self, above: Hold | None = None) -> int:
-        """Return the largest shared workspace of replicas held more than `above`, or of all."""
         return _largest(self.workspaces_by_hold[_first_above(above) :])
 
     @property
@@ -69,11 +67,9 @@ class Promises:
         return self.budget_bytes - sum(self.own_bytes_by_hold) - self.workspace_bytes()
 
     def freeable_bytes(self, most: Hold) -> int:
-        """Return the free bytes once every replica with a hold up to `most` is gone."""
         return self.budget_bytes - sum(self.own_bytes_by_hold[most + 1 :]) - self.workspace_bytes(most)
 
     def has_room(self, footprint: Footprint, without: Hold | None = None) -> bool:
-        """True if a model fits, without the replicas of a hold up to `without`."""
         return self._bytes_with(footprint, above=without) <= self.budget_bytes
 
     @property
@@ -91,7 +87,6 @@ class Promises:
         return self._turn_bytes(footprint, above=without) <= self.budget_bytes
 
     def _turn_bytes(self, footprint: Footprint | None = None, above: Hold | None = None) -> int:
-        """Return the bytes of the largest turn, of replicas held more than `above` and a model."""
         first, promise = _first_above(above), Promise(0, 0)
         if footprint is not None:
             promise = self._booked(footprint.promise)
@@ -146,11 +141,7 @@ def _remove_one(num_by_size: dict[int, int], size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CapacityIndex:
-    """The workers of one kind of device, ranked by bytes.
-
-    A worker with room for a model ranks at least as high as the model's own bytes. The converse fails if the
-    model needs a larger workspace, so `find_fitting` checks again.
-    """
+    """The workers of one kind of device, ranked by bytes."""
 
     promises: dict[WorkerId, Promises] = field(default_factory=dict)
     free: Ranking[WorkerId, int] = field(default_factory=Ranking)

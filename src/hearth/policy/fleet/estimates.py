@@ -27,7 +27,6 @@ class Estimates:
         self.reload.forget(model)
 
     def run_s(self, model: ModelId | None = None) -> float:
-        """Return the run time of a request of a model, or of all models if it has none yet."""
         known_s = self.mean_run_s if model is None else self.run_s_by_model.get(model, self.mean_run_s)
         return PRIOR_RUN_S if known_s is None else known_s
 

@@ -50,10 +50,7 @@ def plan_evictions(
 def plan_turn_evictions(
     worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float
 ) -> EvictionPlan | None:
-    """Return what to evict for a model that takes turns with the rest; None if it has no turn then.
-
-    Few have to go: weights of idle models are lent anyway, and only what they keep besides is in the way.
-    """
+    """Return what to evict for a model that takes turns with the rest; None if it has no turn then."""
     if not worker.promises.can_take_turns(footprint, without=Hold.WARM):
         return None
     victims = [price_victim(replica, estimates, now_s) for replica in find_idle(worker)]

@@ -36,7 +36,6 @@ def is_proven(replica: Replica, now_s: float) -> bool:
 
 
 def back_off(fleet: Fleet, model: Model, message: str) -> None:
-    """Delay the next try of a failed model, unless it is served or has room elsewhere."""
     if not (model.usable or has_untried_place(fleet, model)):
         _hold_back(fleet, model, message, is_deadly=False)
 
@@ -76,7 +75,6 @@ def record_loss(
 
 
 def find_retry_s(fleet: Fleet, model: Model) -> float | None:
-    """Return in how many seconds a failed model is retried; None if it may be loaded now."""
     failure = model.failure
     if failure is None or fleet.now_s >= failure.until_s or model.usable:
         return None

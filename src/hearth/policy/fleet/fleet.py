@@ -150,7 +150,6 @@ class Fleet:
             self.unplaced.pop(model.name, None)
 
     def _update_pin(self, replica: Replica) -> None:
-        """Pin a replica if it should and can be; else enter it for `pins.py`, or remove it."""
         model, worker = replica.model, replica.worker
         if not (model.is_pinned or replica.has_pin or self.refused_pins):
             return  # the common case
@@ -248,7 +247,6 @@ class Fleet:
             self.reindex(replica)
 
     def end(self, request: Request) -> None:
-        """Free the slot or the place in the queue of a request that ended."""
         self.queues.remove(request)
         if request.replica is not None:
             self._stop_running(request, request.replica)
@@ -258,10 +256,7 @@ class Fleet:
             self.queues.line_up(request.model)
 
     def requeue(self, request: Request, *, is_at_fault: bool) -> None:
-        """Return a request that lost its replica to its place in the queue.
-
-        `is_at_fault`: because of a step that it was in, as far as known.
-        """
+        """Return a request to its place in the queue. `is_at_fault`: its own step lost the replica."""
         assert request.replica is not None, f"waits already: `{request.request_id}`"
         self._stop_running(request, request.replica)
         request.replica = None

@@ -153,7 +153,6 @@ def weights_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
 
 
 def arena_loss_bytes(facts: Facts, limits: StepLimits) -> int:
-    """Return the bytes that the least KV may lose at the ends of the free regions that it is taken from."""
     return 2 * MAX_EXTENTS * _block_bytes(facts, "cpu", limits)
 
 

@@ -61,5 +61,4 @@ class HoldNotices:
 
 
 def _must_notify(replica: Replica) -> bool:
-    """True if the worker's hold of a replica differs from the books, except that it sees busy ones itself."""
     return replica.hold not in (None, Hold.PAUSED, Hold.BUSY, replica.notified_hold)

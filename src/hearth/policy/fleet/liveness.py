@@ -32,8 +32,7 @@ def max_silence_s(usual_s: float, longest_s: float | None) -> float:
 class Silence:
     """For how many heartbeats a worker has been silent. Mutable; written by the task that watches it.
 
-    A heartbeat counts less by the time that the worker waited for a core: on a busy machine a healthy worker
-    is late. A late heartbeat counts once.
+    A heartbeat counts less by the time that the worker waited for a core.
     """
 
     heartbeat_s: float

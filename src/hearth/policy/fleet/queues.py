@@ -91,7 +91,6 @@ class RequestQueues:
             queue.put(model.name, first.place)
 
     def next_overdue_s(self, now_s: float) -> float:
-        """Return when the next waiting request becomes overdue; infinite if none does."""
         while (until_s := self.patient.lowest) is not None:
             if until_s > now_s:
                 return until_s

@@ -108,7 +108,6 @@ class Model:
 
     @property
     def keep_alive_s(self) -> float:
-        """How long an idle replica stays warm: by the last request, else as deployed."""
         if self.named_keep_alive_s is not None:
             return self.named_keep_alive_s
         return 0.0 if self.profile is None else self.profile.keep_alive_s
@@ -119,10 +118,7 @@ class Model:
 
     @property
     def pinned_replica(self) -> Replica | None:
-        """The oldest wanted replica of a pinned model; the others come and go with the load.
-
-        If models take turns it is pinned only if `has_pin`.
-        """
+        """The oldest wanted replica of a pinned model; the others come and go with the load."""
         if not self.is_pinned:
             return None
         return next((replica for replica in self.replicas.values() if not replica.is_unwanted), None)
@@ -248,10 +244,7 @@ class Replica:
 
 @dataclass(slots=True)
 class KnownAdapters:
-    """The adapters that a worker is thought to have on its device: those that requests brought there last.
-
-    Workers do not report evicted adapters: it happens all the time and costs the next request milliseconds.
-    """
+    """The adapters that requests brought to a worker last. Evictions are not reported."""
 
     #: The one that was used longest ago first.
     used: dict[AdapterId, None] = field(default_factory=dict)

@@ -57,7 +57,6 @@ class ReservedWorkers:
     def find_open(
         self, kind: str, footprint: Footprint, most: Hold | None, *, roomiest_first: bool
     ) -> Iterator[WorkerId]:
-        """Return workers as `CapacityIndex.find_fitting` does, without those reserved for others."""
         index = self.fleet.capacity.by_kind[kind]
         names = index.find_fitting(footprint, most, roomiest_first=roomiest_first)
         if self._has_kind(kind, index):
@@ -66,7 +65,6 @@ class ReservedWorkers:
         return (name for name in names if not self.bars(self.fleet.workers[name], footprint))
 
     def bars(self, worker: Worker, footprint: Footprint) -> bool:
-        """True if a model would take room of a worker that is reserved for another."""
         if worker.name in self.fleet.resting:
             return False
         drain = self.drains.get(worker.name)

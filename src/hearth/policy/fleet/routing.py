@@ -105,10 +105,7 @@ def choose_place(
 
 
 def has_untried_place(fleet: Fleet, model: Model) -> bool:
-    """True if a model could be loaded now where it has not failed, and no other one waits for room.
-
-    No warm model is evicted for one that is deployed as pinned.
-    """
+    """True if a model could be loaded now where it has not failed, and no other one waits for room."""
     if model.profile is None or any(name != model.name for name in fleet.queues.for_room):
         return False
     most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
@@ -196,14 +193,10 @@ def _classify_workers(
     reserved: ReservedWorkers,
     most: Hold,
 ) -> Iterator[tuple[list[WorkerId], Hold]]:
-    """Yield workers that could take a model, from those that lose nothing to those that lose most.
-
-    Each with what may be evicted on a worker that has bytes of the model.
-    """
+    """Yield workers that could take a model, from those that lose nothing to those that lose most."""
     kinds = [kind for kind in fleet.capacity.by_kind if kind in profile.footprints]
 
     def find_few(going: Hold | None) -> list[WorkerId]:
-        """Return the tightest and the roomiest workers that fit without replicas held up to `going`."""
         found: dict[WorkerId, None] = {}
         for kind in kinds:
             footprint = profile.footprints[kind]
@@ -282,10 +275,7 @@ def _show_others(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_opti
 
 
 def explain_wait(fleet: Fleet, request_id: RequestId) -> str | None:
-    """Say why a request waits for a slot or for room; None if it does not.
-
-    By one worker: one that has its model, else the one that can free the most memory.
-    """
+    """Say why a request waits for a slot or for room; None if it does not."""
     request = fleet.queues.requests.get(request_id)
     if request is None or request.replica is not None:
         return None

@@ -79,7 +79,6 @@ def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
 
 
 def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
-    """Reserve room for a waiting model: of the worker that is drained for it, else of all."""
     if (drain := fleet.drains.get(model.name)) is not None:
         reserved.drains[drain.worker.name] = drain
     elif model.profile is not None and _keeps_room(fleet, model):
@@ -117,10 +116,7 @@ def load_beside_paused(fleet: Fleet, model: Model) -> list[Action]:
 
 
 def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bool:
-    """True if another replica of a full model would be ready before the last waiting request has a slot.
-
-    Also if so many wait that others will soon be refused.
-    """
+    """True if another replica of a full model would be ready before the last waiting request has a slot."""
     if model.profile is None or model.loading or not model.usable or not model.waiting:
         return False
     is_queue_filling = 2 * fleet.queues.num_waiting >= fleet.config.max_queue
@@ -246,10 +242,7 @@ def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
 
 
 def set_timer(fleet: Fleet) -> list[Action]:
-    """Order a timer for the next time that matters, unless an earlier one is set.
-
-    That is when a request becomes overdue, a warm model expires, a drain is in vain, or a reservation ends.
-    """
+    """Order a timer for the next time that matters, unless an earlier one is set."""
     at_s = min(
         fleet.expiries.next_s(),
         fleet.queues.next_overdue_s(fleet.now_s),

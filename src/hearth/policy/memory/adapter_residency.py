@@ -329,10 +329,7 @@ class AdapterResidency:
         return any(self._is_active(self._runs[run].base) for run in known.running)
 
     def _is_stepped(self, known: _KnownAdapter) -> bool:
-        """True if an adapter is in use by a base that lacks nothing else, so that its requests will end.
-
-        A base without all of its weights may wait for the very room that its adapters have.
-        """
+        """True if an adapter is in use by a base that lacks nothing else, so that its requests will end."""
         bases = {self._runs[run].base for run in known.running}
         return any(
             self._is_active(base) and self._is_whole(base) and not self.lacking(base) for base in bases

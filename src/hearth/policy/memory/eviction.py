@@ -60,9 +60,7 @@ def cheapest_first(
 class EvictionOrder:
     """The chunks to evict next. Mutable; written only by the books that own it.
 
-    Pricing all of thousands of chunks for every eviction would be slow. So they are priced once, and the
-    order of the cheapest few serves as many evictions. A chunk that is used or gone meanwhile is discarded
-    until all are priced again.
+    All are priced once for many evictions. A chunk that is used or gone meanwhile is discarded.
     """
 
     def __init__(self) -> None:
@@ -125,11 +123,7 @@ def plan_takes(tails: Sequence[Tail], num_bytes: int) -> list[Take]:
 
 
 class _TakeChoice:
-    """How many units go from each of some tails that have enough. Mutable.
-
-    All bytes of a tail cost the same, so whole tails go by price until it suffices, which is optimal for
-    units of one size. Otherwise the last unit may free far more than necessary.
-    """
+    """How many units go from each of some tails that have enough. Mutable."""
 
     def __init__(self, tails: Sequence[Tail], num_bytes: int) -> None:
         """`tails`: the cheapest byte first."""

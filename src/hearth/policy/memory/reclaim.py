@@ -35,10 +35,7 @@ MAX_USELESS = 2
 
 
 class FutileTries:
-    """Which models found no memory, and in which generation. Mutable; written by the `ReclaimPolicy`.
-
-    They try again only when something may have been freed: a try before every step would cost too much.
-    """
+    """Which models found no memory, and in which generation. Mutable; written by the `ReclaimPolicy`."""
 
     def __init__(self) -> None:
         self._generation_by_model: dict[ModelId, int] = {}
@@ -90,10 +87,9 @@ class ReclaimPolicy:
         return bool(self._deferred) or any(map(self._is_owed, self._owed))
 
     def _is_owed(self, model: ModelId) -> bool:
-        """True if a model still waits for promised KV: its requests may have ended, or its turn.
+        """True if a model still waits for promised KV.
 
-        A model that lacks an adapter does not count: it steps only once the adapter is loaded, which must
-        therefore not wait for it.
+        One that lacks an adapter does not count: the adapter must not wait for it.
         """
         if model not in self._books.models():
             return False
@@ -159,11 +155,7 @@ class ReclaimPolicy:
         return freed
 
     def defer(self, model: ModelId, *, is_any_loading: bool) -> bool:
-        """Note that a model found no place; False if it never will.
-
-        A model that is being loaded can be neither evicted nor moved. It may fragment an arena, or its turn
-        may be over: then the other model waits for its load.
-        """
+        """Note that a model found no place; False if it never will."""
         if not is_any_loading:
             return False
         self._deferred.note(model, self.generation)
@@ -242,9 +234,7 @@ class ReclaimPolicy:
     ) -> Orders:
         """Free memory until a model has `num_blocks` more, or no more can be freed; return how many it got.
 
-        Frees `ahead_blocks` too, so that it does not ask for every step. In an arena freed memory may be of
-        no use, because a block must lie at a multiple of its size: growth that is not promised ends after
-        `MAX_USELESS` such tries.
+        Frees `ahead_blocks` too. Growth that is not promised ends after `MAX_USELESS` useless tries.
         """
         block_bytes = self._books.kv_of(model).block_bytes
         num_given = num_useless = 0

@@ -48,10 +48,7 @@ class TakeWeights:
 
 @dataclass(frozen=True, slots=True)
 class TakeWorkspaces:
-    """Take the workspace bytes that only retained, warm and paused models need. Outcome: bytes freed.
-
-    For pools without fixed addresses; in the others all models share one workspace.
-    """
+    """Take the workspace bytes that only retained, warm and paused models need. Outcome: bytes freed."""
 
 
 @dataclass(frozen=True, slots=True)

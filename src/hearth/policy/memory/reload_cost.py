@@ -53,11 +53,7 @@ def share_load_time(
 
 @dataclass(slots=True)
 class RunningRate:
-    """How fast a rung delivers, as a running average. Mutable; one caller at a time.
-
-    Bytes over seconds, each summed over all transfers. Both sums decay with bytes moved, not with time: an
-    idle rung is as fast as it was.
-    """
+    """How fast a rung delivers, as a running average over bytes, not time. Mutable; one caller at a time."""
 
     #: Decayed sums; both positive, or both 0 before the first transfer.
     num_bytes: float = 0.0
@@ -197,18 +193,10 @@ class DeviceReloadCosts:
         return self._costs.cost_s(model, self.load_s_per_byte(model), weight, now_s)
 
     def adapter_cost_per_byte(self, adapter: AdapterId, now_s: float) -> float:
-        """Return the seconds of reloads that keeping one byte of an adapter saves per second.
-
-        All of a hundred adapters may be certain to be requested within the horizon of models, some a hundred
-        times. Loads are short, so each request for an evicted one is one load.
-        """
+        """Return the seconds of reloads that keeping one byte of an adapter saves per second."""
         weight = self._weights.get(adapter, 1.0)
         return self._costs.requests_per_s(adapter, now_s) * self.load_s_per_byte(adapter) * weight
 
     def paused_cost_s_per_byte(self, model: ModelId | AdapterId, due_in_s: float) -> float:
-        """Return the reload cost of one byte of a model that waits for its turn, due in `due_in_s`.
-
-        The bytes are certainly wanted, so only the time counts: the cost is the load time over the time until
-        then. What is overdue, or due in a moment, costs the same.
-        """
+        """Return the reload cost of one byte of a model that waits for its turn, due in `due_in_s`."""
         return self.load_s_per_byte(model) / max(due_in_s, MIN_DUE_S)

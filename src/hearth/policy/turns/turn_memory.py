@@ -115,17 +115,13 @@ class TurnMemory:
         return _BoundMemory(own_bytes, workspace_bytes)
 
     def fits(self, models: Collection[ModelId], without: Collection[ModelId] = ()) -> bool:
-        """True if models fit beside those in turn except `without`."""
         spare_bytes = self.budget_bytes - self.bound_bytes(models, without)
         return spare_bytes >= 0 and self._adapters_fit(models, without, spare_bytes)
 
     def _adapters_fit(
         self, models: Collection[ModelId], without: Collection[ModelId], spare_bytes: int
     ) -> bool:
-        """True if the adapters of all running requests fit into `spare_bytes`.
-
-        Adapters never keep a model from a turn alone, or beside pinned models.
-        """
+        """True if the adapters of all running requests fit into `spare_bytes`."""
         staying = {name for name, one in self._models.items() if one.turn is not None}
         staying -= {*without, *models}
         if len(models) == 1 and all(self._models[name].is_pinned for name in staying):

@@ -197,10 +197,7 @@ class TurnPolicy:
         return num_bytes if num_bytes >= min(wanted_bytes, self._rules.front_bytes // 16) else 0
 
     def decide(self, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> list[TurnChange]:
-        """Return the turns that end and begin now, in that order. They count as carried out.
-
-        `weights_of` is called at most once for each model.
-        """
+        """Return the turns that end and begin now, in that order. They count as carried out."""
         self.wake_s = self.stands_s = math.inf
         self.memory.forget_adapters()
         self._weights = _WeightsMemo(weights_of)
@@ -269,11 +266,7 @@ class TurnPolicy:
         return (1, known.waits_since_s) if due_s < now_s else (2, due_s)
 
     def _must_wait_for_load(self, model: ModelId, now_s: float) -> bool:
-        """True if weights of a model are missing while another is being loaded.
-
-        A load that takes longer than `max_turn_s` is not waited for: it comes from farther than host memory
-        and leaves the bus free.
-        """
+        """True if weights of a model are missing during another load that takes no longer than `max_turn_s`."""
         ends_s = [
             one.began_s + self._rules.max_turn_s
             for one in self._models.values()
@@ -334,7 +327,6 @@ class TurnPolicy:
         return [self._end(name, self._why(name, model, now_s), now_s) for name in victims]
 
     def _ripe_s(self, known: TurnModel, weights: WeightsView) -> float:
-        """Return when turns may begin to end for a waiting model."""
         if known.is_pinned or known.has_newcomer:
             return -math.inf
         return known.due_s - weights.missing_s - self._rules.lead_s
@@ -359,7 +351,6 @@ class TurnPolicy:
         return max(least_s, turn.loaded_s + known.quantum_s)
 
     def _has_company(self, model: ModelId) -> bool:
-        """True if another model in turn computes while the next one is loaded."""
         return any(
             one.turn is not None and one.turn.loaded_s is not None and one.requests
             for name, one in self._models.items()
