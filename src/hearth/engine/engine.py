@@ -308,7 +308,7 @@ class Engine:
         )
 
     def _measure(self) -> None:
-        """Record the time of the last committed step, after its tokens are sent: this may wait for the driver."""
+        """Record the time of the last committed step, after its tokens are sent: the driver may be slow."""
         taken_in, self._unmeasured = self._unmeasured, None
         if taken_in is not None and taken_in.timer is not None:
             plan, seconds = taken_in.plan, taken_in.timer.seconds()

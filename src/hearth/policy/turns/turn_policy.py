@@ -266,7 +266,7 @@ class TurnPolicy:
         return (1, known.waits_since_s) if due_s < now_s else (2, due_s)
 
     def _must_wait_for_load(self, model: ModelId, now_s: float) -> bool:
-        """True if weights of a model are missing during another load that takes no longer than `max_turn_s`."""
+        """True if weights of a model are missing during another load of at most `max_turn_s`."""
         ends_s = [
             one.began_s + self._rules.max_turn_s
             for one in self._models.values()
