@@ -1,8 +1,4 @@
-"""Which rows of a step have which adapter, at fixed device addresses.
-
-The lists lie in one packed array (`PackedAdapters`). It is written on the host and sent only if a step
-differs from the last one with adapters: while the same requests decode, nothing is sent.
-"""
+"""Which rows of a step have which adapter: lists in one packed array, sent only if they have changed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The process that compiles a model's kernels: `python -m hearth.engine.compile`.
+"""The process that compiles a model's kernels: `python -m hearth.engine.compile`. Touches no device.
 
-It reads a `CompileTask` from standard input and ends when that is closed. Compilers hold Python's lock for
-many milliseconds at a time, so a serving process compiles nothing; here each core has its own process. No
-device is touched.
+Reads a `CompileTask` from standard input and ends when that is closed. Compilers hold Python's lock for long,
+so a serving process compiles nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Runs steps over tensors without memory, to find every kernel variant that a model can need.
-
-The serving code itself runs on torch's meta device: shapes are computed, kernels are compiled or recorded,
-nothing is launched. So no list of variants is kept beside the code.
-"""
+"""Runs steps over tensors without memory, to find every kernel variant that a model can need."""
 
 from __future__ import annotations
 

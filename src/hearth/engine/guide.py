@@ -1,8 +1,4 @@
-"""Guided decoding: which tokens a schema or grammar allows next, by llguidance.
-
-A guide follows committed tokens, so preemption does not affect it. A request that resumes elsewhere gets a
-new guide, which takes the tokens so far.
-"""
+"""Guided decoding: which tokens a schema or grammar allows next, by llguidance."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Prompt readings: pooled hidden states, and logprobs of prompt tokens. Runs no layers.
 
-`PromptReader` reads the rows of one step; `ReadingPieces` joins the rows of prompts computed in chunks. A
-prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits, so the head runs over as many
-rows at a time as a step's logits hold, and only the requested values are kept.
+The head runs over as many rows at a time as a step's logits hold, and only the requested values are kept.
 """
 
 from __future__ import annotations

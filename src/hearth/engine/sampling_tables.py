@@ -1,8 +1,7 @@
 """The sampler's tables: penalty counts, and bias with the allowed-token mask. Samples nothing.
 
-A table exists only while requests need it. A row is as long as the vocabulary, so rows are shared out by need
-and not by slot: a table begins with few rows and is copied to a larger one when more requests come. Counts
-live on the device, because the host learns a sampled token only after the next step is planned.
+A table exists only while requests need it, with few rows at first. Counts live on the device, because the
+host learns a sampled token only after the next step is planned.
 """
 
 from __future__ import annotations

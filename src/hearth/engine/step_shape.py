@@ -1,8 +1,4 @@
-"""The shape of a step: steps of one shape share a CUDA graph.
-
-Steps are padded to the sizes in `core/sizes.py` where kernels can tell padding from rows; elsewhere a step
-has just the rows of its plan.
-"""
+"""The shape of a step: steps of one shape share a CUDA graph."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """One contiguous piece of device memory: moves bytes within it and returns free pages to the system.
 
-Keeps no books. CPU memory is mapped here and not by torch, because its pages are returned and come back as
-zeros.
+CPU memory is mapped here and not by torch, because its pages are returned and come back as zeros.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which addresses each model has: the same in every process wherever possible. Maps nothing.
-
-A space is reserved whole. When its model is dropped it is kept for the next one; pages that are still mapped
-in it are unmapped when others are mapped there.
-"""
+"""Which addresses each model has: the same in every process wherever possible. Maps nothing."""
 
 from __future__ import annotations
 

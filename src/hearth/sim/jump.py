@@ -1,8 +1,4 @@
-"""Calls of engines that a simulation skips, because their steps only decode. Changes no engine.
-
-The result is as if every call were made: ready models share the device by `StepSharing`, each call launches a
-step and waits for the one before, and a step begins when the device is free.
-"""
+"""Calls of engines that a simulation skips, because their steps only decode. Changes no engine."""
 
 from __future__ import annotations
 

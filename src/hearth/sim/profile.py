@@ -1,8 +1,6 @@
-"""How long steps, loads and switches take on a simulated machine.
+"""How long steps, loads and switches take on a simulated machine, as `python -m bench.profile` measured it.
 
-`python -m bench.profile` measures a machine and writes the file; `profiles/` has some. A snapshot has one of
-its own model. A model that was not measured is scaled from the nearest by bytes: its steps with the weights,
-and reading KV with the KV per token.
+A model that was not measured is scaled from the nearest by bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """How much KV a model should have: when to ask for more, and what to give back.
 
-KV follows the load up at once and down slowly. Before each step `growth` returns what the step lacks, and how
-much should be ready for the steps after it. Once in an epoch of WINDOW_STEPS steps, blocks are given back
-that were free and not wanted in every step of it, less a reserve. So a load that returns within an epoch
-finds its blocks, and a step that asks for more is followed by a whole epoch without giving back.
+KV follows the load up at once and down slowly: once in an epoch of WINDOW_STEPS steps, blocks are given back
+that were free and not wanted in every step of it, less a reserve.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Changes of the block books that wait until readers have their tokens.
-
-A plan publishes blocks of many prompts, and a commit releases those of all sequences that end. Readers need
-not wait for that, and in bulk it takes a fraction of the time.
-"""
+"""Changes of the block books that wait until readers have their tokens: in bulk they take less time."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 """Where a request goes, or a model is loaded: the worker with the least routing cost.
 
-A free slot is always taken before a model is loaded a second time, so replicas compete with replicas, and
-workers without the model with each other. Of these, workers that need not evict come first, then those that
-evict retained models, then warm ones, then, if models take turns, those whose busy models leave no room; the
-cost decides among equals. Workers that still have bytes of the model compete with the first of these, also if
-they must evict retained models, as long as that costs less than the bytes save. At most `MAX_OPTIONS` workers
-are compared: those with most of the model, those with the least sufficient room, which packs well, and those
-with the most, which are likely idle. Of replicas the least busy are compared, half of them with the request's
-adapter if possible.
+A free slot is always taken before a model is loaded a second time. Of workers without the model, those that
+need not evict come first, then those that evict retained models, then warm ones, then, if models take turns,
+those whose busy models leave no room; the cost decides among equals. Workers that still have bytes of the
+model compete with the first of these, if evicting retained models costs less than the bytes save. At most
+`MAX_OPTIONS` workers are compared: those with most of the model, with the least sufficient room, and with the
+most. Of replicas the least busy are compared, half of them with the request's adapter if possible.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
 """Which waiting request is served next, and for which others are drained.
 
 Room goes to the first model that waits for some; no later one may take any on workers that could ever hold
-it, so that it cannot starve. A model that could not fit even without all unpinned models holds up none.
-
-If models take turns, one without room beside busy models is hosted all the same. One that had no turn for
-`patience_s` is loaded a second time for a new request, if there is room.
-
-A model that has waited for room for `patience_s` has busy models of one worker drained (`drain.py`). From
-then on only that worker is reserved for it. A model without a drainable worker reserves room for
-`max_drain_s` more and no longer, or all behind it would wait as long.
+it, so that it cannot starve. After `patience_s` busy models of one worker are drained for it (`drain.py`),
+and only that worker stays reserved. A model without a drainable worker reserves room for `max_drain_s` more.
 
 Slots go in the same order. One in four of a replica is kept for interactive requests, until the waiting batch
 request has been queued for `BATCH_PATIENCE_S`.
 
 The rest goes to second replicas, if loading one takes less time than waiting for a slot and no warm model
-must go. A request that has waited for a slot for `patience_s` has proved the estimate wrong, and gets one
-anyway. Last come models that are deployed as pinned and on no worker: for these nothing warm is evicted.
+must go, or if a request has waited for `patience_s`. Last come models that are deployed as pinned and on no
+worker.
 """
 
 from __future__ import annotations

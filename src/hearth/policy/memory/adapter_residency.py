@@ -1,22 +1,15 @@
 """Decides which adapters a worker's device holds, which are evicted, and which requests wait for which. Pure.
 
-A loaded adapter takes its requests at once. Another one is placed when its oldest waiting request is the
-oldest of all that wait, and no other adapter is placed before it: age decides, as in the batcher.
-`ReclaimPolicy` says where its room comes from; of adapters, those without running requests are evicted, the
-cheapest to reload first.
+An adapter is placed when its oldest waiting request is the oldest of all that wait. Of adapters without
+running requests, the cheapest to reload is evicted first. When all others are in use, some of them drain:
+they take no new requests until that room is there. So while a request waits for room, every other adapter is
+loaded at most once, however popular the others are.
 
-When all others are in use, some of them drain: they take no new requests until that room is there. An adapter
-takes all requests that wait for it when it is loaded, and may be the next to drain. So while a request waits
-for room, every other adapter is loaded at most once, and a request waits for at most as many adapters as have
-older requests when it arrives, however popular the others are. An adapter waits in line once it is found: a
-slow store that still looks one up delays no other.
+Adapters of a base without its turn may be evicted as if they were idle. They are loaded again, before all
+others, ahead of the base's next step (`lacking`).
 
-Models may take turns. Requests of a base without its turn wait for no room, and its adapters may be evicted
-as if they were idle. They are loaded again, before all others, ahead of the base's next step (`lacking`).
-
-Adapters are promised no memory, and models are. While a model waits for room that it is promised, no adapter
-is placed and none takes new requests, so that the room is there when the running ones have ended. Then pinned
-adapters are evicted as well, and those of a base that makes no step because it lacks another.
+While a model waits for room that it is promised, no adapter is placed and none takes new requests. Then
+pinned adapters are evicted as well, and those of a base that makes no step because it lacks another.
 """
 
 from __future__ import annotations

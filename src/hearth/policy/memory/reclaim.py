@@ -1,13 +1,11 @@
 """When a model on a worker gets memory, and whether others give way for it. Pure: yields `reclaim_orders.py`.
 
-What is freed, and in which order, is `eviction_chain.py`'s. Models are promised no more than there is, so a
-promise can always be kept: memory beyond it is lent. A paused model is promised nothing: its requests wait
-for its turn, and lose their KV last. Sampler tables are lent too. Requests must not wait for one, so if the
-pool has no room it lies outside, in memory that is not promised: a fallback, which is counted.
+Models are promised no more than there is, so a promise can always be kept: memory beyond it is lent. A paused
+model is promised nothing. Sampler tables are lent too; if the pool has no room for one it lies outside, which
+is counted.
 
-Adapters are promised nothing, and never get KV that a model is owed. A request that waits for one goes before
-later ones, so running requests are preempted for it beyond what their model is promised. Adapters in use
-cannot give way at once: while they keep a model from its promise `is_short` is set, and no other is loaded.
+Adapters are promised nothing, and never get KV that a model is owed. Adapters in use cannot give way at once:
+while they keep a model from its promise `is_short` is set, and no other is loaded.
 """
 
 from __future__ import annotations

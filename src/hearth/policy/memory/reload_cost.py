@@ -130,9 +130,6 @@ class ReloadCosts:
     def p_wanted(self, model: str, now_s: float) -> float:
         return self.demand.probability(model, now_s, HORIZON_S)
 
-    def requests_per_s(self, model: str, now_s: float) -> float:
-        return self.demand.requests_per_s(model, now_s)
-
     def cost_s(self, model: str, load_s: float, weight: float, now_s: float) -> float:
         return reload_cost(self.p_wanted(model, now_s), load_s, weight)
 
@@ -195,7 +192,7 @@ class DeviceReloadCosts:
     def adapter_cost_per_byte(self, adapter: AdapterId, now_s: float) -> float:
         """Return the seconds of reloads that keeping one byte of an adapter saves per second."""
         weight = self._weights.get(adapter, 1.0)
-        return self._costs.requests_per_s(adapter, now_s) * self.load_s_per_byte(adapter) * weight
+        return self._costs.demand.requests_per_s(adapter, now_s) * self.load_s_per_byte(adapter) * weight
 
     def paused_cost_s_per_byte(self, model: ModelId | AdapterId, due_in_s: float) -> float:
         """Return the reload cost of one byte of a model that waits for its turn, due in `due_in_s`."""

@@ -1,8 +1,4 @@
-"""The slot of addresses of a deployed model: the same on all workers.
-
-Captured steps are valid in every process that gives the model the same slot. By digest alone two of twenty
-models want the same slot with a probability of one half.
-"""
+"""The slot of addresses of a deployed model: the same on all workers."""
 
 from __future__ import annotations
 
