@@ -121,13 +121,11 @@ class StepSize:
 
     @staticmethod
     def of(limits: StepLimits, kind: str, num_processors: int = _MAX_PROCESSORS) -> StepSize:
-        """Return the largest step on a `kind` of device, "cpu" or "cuda"; by default the largest device."""
         num_programs = PROGRAMS_PER_PROCESSOR * min(num_processors, _MAX_PROCESSORS) if kind == "cuda" else 1
         return StepSize(limits.max_batch_tokens, limits.max_seqs, num_programs)
 
 
 def computed_dtype(stored: str, kind: str) -> str:
-    """Return the dtype that a kind of device computes in: float32 on a CPU."""
     return "float32" if kind == "cpu" else stored
 
 
@@ -351,7 +349,6 @@ def graph_bytes(dimensions: Dimensions, limits: StepLimits, *, has_adapters: boo
 
 
 def _up_to(sizes: Sequence[int], apart: int, most: int) -> tuple[int, ...]:
-    """Return the sizes below `most`, continued at a distance of `apart`, and `most` itself."""
     return (*(size for size in (*sizes, *range(sizes[-1] + apart, most, apart)) if size < most), most)
 
 
@@ -425,7 +422,6 @@ def target_fields(a: int, slices: Sequence[tuple[int, int, int, int]]) -> list[i
 
 
 def adapter_table_buffer(num_layers: int) -> Buffer:
-    """Return the table by which kernels find an adapter's factors (`engine/adapter_table.py`)."""
     return Buffer((num_layers, ADAPTER_PROJECTIONS, TARGET_FIELDS), "int64")
 
 

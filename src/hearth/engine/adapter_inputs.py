@@ -107,7 +107,6 @@ class _Groups:
 
     @staticmethod
     def of(numbers: npt.NDArray[np.int64], adapters: Sequence[BoundAdapter]) -> _Groups:
-        """Group rows by the number of their adapter; -1: none."""
         order = np.argsort(numbers, kind="stable")
         return _Groups(
             adapters,

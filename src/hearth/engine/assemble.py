@@ -186,7 +186,6 @@ def assemble_runner(
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
-    """Allocate uninitialised bytes, or raise DeviceError."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the bare class on a CPU

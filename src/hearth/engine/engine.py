@@ -350,7 +350,6 @@ class Engine:
         return StepOutputs(committed.request_ids, committed.tokens, logprobs, committed.finished, readings)
 
     def _forget(self, request_id: RequestId) -> None:
-        """Release what a request used that has ended. No later plan has a row of it."""
         self._remembered.discard(request_id)
         self.reading.forget(request_id)
         self._adapter_by_user.pop(request_id, None)

@@ -133,5 +133,4 @@ def _spread(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
-    """View numbers as integers, since NaN is not equal to itself."""
     return numbers.view({2: torch.int16, 4: torch.int32}[numbers.itemsize])

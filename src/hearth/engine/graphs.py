@@ -209,7 +209,6 @@ class StepGraphs:
             self._source.end_trial()
 
     def _is_restored(self, key: GraphKey) -> bool:
-        """True if the snapshot has a graph that is not in use yet."""
         source = self._source
         # In this order: a graph restored between the two calls is seen by the second.
         return source is not None and (source.is_coming(key.name) or source.find(key.name) is not None)

@@ -84,7 +84,6 @@ class Intake:
 def _checked_words(
     name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
 ) -> array[int]:
-    """Return ids as an array; raise `error` for the first one outside the vocabulary."""
     if len(tokens) == 0:
         return array("I")
     # The common case runs in C: this delays the first token.

@@ -125,7 +125,6 @@ class StepLoop:
         engine.close()
 
     def _take_commands(self, engine: Engine) -> bool:
-        """Carry out posted commands, sleeping while the engine is idle; False: stop."""
         while not engine.has_work or not self._inbox.empty():
             match self._next_command(engine):
                 case _Add(requests, outbox):

@@ -161,7 +161,6 @@ class ReadingPieces:
             del self._first_steps[request_id]
 
     def take(self, plan: StepPlan, reads: Mapping[int, RowRead]) -> dict[RequestId, PromptReading]:
-        """Add the readings of a step by row, and return those that are complete."""
         complete: dict[RequestId, PromptReading] = {}
         for index, read in reads.items():
             row = plan.prompts[index - plan.num_decode_rows]

@@ -30,7 +30,6 @@ class Runner:
     """Runs the steps of a model: inputs, layers, prompt readings, sampling. Mutable; one thread calls it."""
 
     def __init__(self, layers: LayerRunner, sampler: Sampler, uploads: Uploads, tables: EngineTables) -> None:
-        """`tables` are those that the decoder, the inputs and the sampler use."""
         self.layers, self.sampler = layers, sampler
         self._tables, self._uploads = tables, uploads
         self._trial: GraphTrial | None = None  #: of restored graphs; the device may still be computing it
@@ -52,7 +51,6 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Queue a step on the device and return without waiting for it."""
         self._end = None
         self.settle()
         self._uploads.next_step()

@@ -69,7 +69,6 @@ class ArenaKv:
     def _cleared_blocks(
         self, tenant: ArenaTenant, num_blocks: int, movable: Set[ModelId], max_bytes: int
     ) -> range:
-        """Move tensors away and return the blocks in their place; none if that moves over `max_bytes`."""
         need = PlacementNeed(tenant.model, (), 0, num_blocks, tenant.shape.block_bytes)
         placement = self._books.plan(need, movable)
         if placement is None or sum(move.num_bytes for move in placement.moves) > max_bytes:

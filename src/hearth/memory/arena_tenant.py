@@ -62,7 +62,6 @@ class ArenaTenant:
         return aligned(self.shape.workspace_bytes) if uses_common else 0
 
     def is_other(self, shape: Shape) -> bool:
-        """True if the present bytes are of no use for a model of this shape."""
         return (self.shape.digest, self.shape.served) != (shape.digest, shape.served)
 
     def tensors(self, regions: RegionList) -> list[Owner]:

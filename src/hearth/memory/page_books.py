@@ -41,7 +41,6 @@ class SharedChunks:
                 del self._pages[shape.chunks[index]]
 
     def find(self, shape: Shape, indices: Iterable[int], excluded: Collection[int]) -> dict[int, int]:
-        """Return pages that hold the chunks of these indices, each page for one index."""
         found: dict[int, int] = {}
         if shape.chunk_bytes != self._page_bytes:
             return found
@@ -157,7 +156,6 @@ class PageBooks:
         tenant.loading.update(to_load)
 
     def unmapped_weights(self, tenant: MappedTenant) -> list[int]:
-        """Return the indices of pages that are being loaded, or are shared and not mapped yet."""
         places = dict(zip(tenant.borrowed, tenant.at.weights(tenant.borrowed), strict=True))
         tenant.borrowed = {index for index, place in places.items() if not self.table.is_mapped(place)}
         return sorted(tenant.loading | tenant.borrowed)
@@ -177,7 +175,6 @@ class PageBooks:
         tenant.num_kv_pages, tenant.num_kv_blocks = len(sink), 1
 
     def make_free(self, num_wanted: int) -> None:
-        """Release pages that are mapped ahead for KV until `num_wanted` are free."""
         for tenant in self.tenants.values():
             num_more = num_wanted - self.table.num_free
             if num_more > 0 and tenant.num_ready_pages:
@@ -189,7 +186,6 @@ class PageBooks:
         tenant.num_ready_pages -= num_released
 
     def shared_weights(self) -> dict[ModelId, dict[int, int]]:
-        """Return the pages of weights that several models have: by model, then by index."""
         tenants = sorted(self.tenants.values(), key=lambda tenant: tenant.at.begin)
         addresses = [tenant.at.begin for tenant in tenants]
         shared: dict[ModelId, dict[int, int]] = {tenant.model: {} for tenant in tenants}

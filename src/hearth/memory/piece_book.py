@@ -272,7 +272,6 @@ class PieceBook:
 
 
 def piece_bytes(num_bytes: int) -> int:
-    """Return the bytes that a piece takes with the alignment of kernels."""
     return -(-num_bytes // FACTOR_ALIGNMENT_BYTES) * FACTOR_ALIGNMENT_BYTES
 
 

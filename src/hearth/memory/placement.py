@@ -130,7 +130,6 @@ def _grow_common(draft: _PlacementDraft, need: PlacementNeed) -> bool:
 
 
 def _place_high(draft: _PlacementDraft, need: PlacementNeed, *, has_own: bool) -> bool:
-    """Place immovable parts at the end of the highest stretch that has room."""
     for stretch in _stretches(draft.books, draft.movable) if need.num_blocks else ():
         blocks = blocks_within(stretch[0].begin, stretch[-1].end, need.block_bytes)[-need.num_blocks :]
         if len(blocks) < need.num_blocks:
@@ -202,7 +201,6 @@ def _is_fixed(span: Span, movable: Set[ModelId]) -> bool:
 
 
 def _stretches(regions: RegionList, movable: Set[ModelId]) -> Iterator[list[Span]]:
-    """Yield the spans between immovable regions, highest first. Skips empty stretches."""
     stretch: list[Span] = []
     for span in reversed(list(regions)):
         if not _is_fixed(span, movable):

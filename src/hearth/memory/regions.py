@@ -31,8 +31,6 @@ class Use(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A part of a model, or an adapter, that has one region."""
-
     model: ModelId  #: empty for an adapter
     use: Use
     #: Of the tensor in its layout, of an extent's first block, of a table, a number of the adapter; 0 for a
@@ -101,7 +99,6 @@ class RegionList:
         return self._span_by_begin[self._begin_by_owner[owner]]
 
     def take(self, span: Span) -> None:
-        """Give a span to its owner, out of one free region."""
         owner = span.owner
         assert owner is not None, f"{span} has no owner"
         assert owner not in self, f"{owner} has its region already"

@@ -47,7 +47,6 @@ class SpaceAddresses:
         return self.begin <= place < self.begin + self.space_bytes
 
     def weights_index(self, place: int) -> int:
-        """Return the page of the weights at a place; of no use for places outside of the weights."""
         return (place - self.begin) // self.page_bytes
 
     def weights(self, pages: Iterable[int]) -> list[int]:

@@ -56,8 +56,6 @@ class CountedPeriod:
 
 @dataclass(frozen=True, slots=True)
 class RatedPeriod:
-    """A time in which one tenant sends requests at a rate, with Gamma-distributed gaps."""
-
     tenant: str
     begin_s: float
     length_s: float

@@ -36,7 +36,6 @@ class DeviceWeights:
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """Bytes of each unit that has a place, in the order of eviction."""
         return self.units[: self.num_units][::-1]
 
 
@@ -78,7 +77,6 @@ class DeviceMemory:
         return self.count_bytes(model) - there_bytes
 
     def place_other(self, model: ModelId, own_bytes: int, workspace_bytes: int) -> None:
-        """Set what a hosted model takes beside its weights, and its workspace, which is shared."""
         self._other_bytes[model], self._workspace_bytes[model] = own_bytes, workspace_bytes
 
     def resize_other(self, model: ModelId, more_bytes: int) -> None:
@@ -92,7 +90,6 @@ class DeviceMemory:
             del self.weights[model]
 
     def truncate(self, model: ModelId, num_bytes: int) -> None:
-        """Remove units from the end of a model's weights until it has at most `num_bytes`."""
         while (weights := self.weights.get(model)) is not None and weights.num_bytes > num_bytes:
             self.take_units(model, 1)
 

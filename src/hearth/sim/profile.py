@@ -28,8 +28,6 @@ _PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class LeastSeconds:
-    """The least seconds of a step, which the host takes for it."""
-
     step_s: float = 0.0
     told_s: float = 0.0  #: that an engine's timer tells of one that waits for the host, at most
 

@@ -96,7 +96,6 @@ class SimulatedReclaimer:
     def __init__(
         self, budget_bytes: int, hosted: Mapping[ModelId, SteppedModel], turns: TurnPolicy | None
     ) -> None:
-        """`hosted`: the hosted models, owned by the worker."""
         self.device = DeviceMemory(budget_bytes, PAGE_BYTES)
         self.books = SimulatedBooks(hosted, turns)
         self.policy = ReclaimPolicy(self.books, keeps_addresses=True)
@@ -186,7 +185,6 @@ class SimulatedReclaimer:
         )
 
     def skip(self, model: ModelId, steps: Sequence[StepSeconds], flight_end_s: float) -> None:
-        """Skip steps of a model that only decode, with the memory that they take."""
         engine = self._hosted[model].engine
         before_bytes = engine.kv.num_bytes
         engine.skip(steps, self.device.free_bytes, flight_end_s)

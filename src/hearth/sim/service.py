@@ -129,7 +129,6 @@ class SimulatedService:
         profile: Profile,
         watch: Callable[[WorkerFact], None] | None = None,
     ) -> None:
-        """`watch` gets every fact of every worker first."""
         self.setting, self.profile, self._watch = setting, profile, watch
         takes_turns = setting.policy is Policy.TURNS
         self.fleet = Fleet(BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns))
@@ -180,7 +179,6 @@ class SimulatedService:
         self._push(event.now_s, event)
 
     def run(self) -> None:
-        """Run until every request has ended and every worker is idle."""
         while self.num_open:
             assert self._queue, f"requests wait for nothing: {self._open()[:5]}"
             at_s, _, what = heapq.heappop(self._queue)
@@ -195,7 +193,6 @@ class SimulatedService:
                 self._advance(what, at_s)
 
     def check(self) -> None:
-        """Raise AssertionError if books are wrong or a request is lost."""
         assert self.num_open == len(self._open()), f"{self.num_open=} {self._open()[:5]}"
         audit(self.fleet)
         running = list[RequestId]()
@@ -266,7 +263,6 @@ class SimulatedService:
                 self._tell(replace(arrival, now_s=self.now_s))
 
     def _tell(self, event: Event) -> None:
-        """Follow an event, step the brain, and carry out its actions."""
         self._follow(event)
         for action in step(self.fleet, event):
             self._carry_out(action)

@@ -77,7 +77,6 @@ class StepTimes:
         return replace(_with_prompts(rows_s, following, slope), start_s=start_s)
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        """Return the seconds of a step that follows another."""
         context_s = self.context_s_per_token * context_tokens
         if num_tokens == num_rows:
             return self.rows_s.at(num_rows) + context_s
@@ -134,7 +133,6 @@ def _context_slope(steps: Sequence[MeasuredStep]) -> float:
 
 
 def _means(steps: Iterable[tuple[int, MeasuredStep]], slope: float) -> dict[float, float]:
-    """Return the mean seconds without context, by key."""
     return {
         key: fmean(step.seconds - slope * step.context_tokens for step in group)
         for key, group in _grouped(steps).items()

@@ -97,7 +97,6 @@ class SteppedKv:
             self._num_pages, self._num_blocks = self.range.sink_pages, 1
 
     def extents(self) -> list[range]:
-        """Return the blocks that can be taken back next: those of the last page."""
         num_left = self.range.one_less(self._num_pages)
         return [] if num_left is None else [range(self.range.num_blocks(num_left), self._num_blocks)]
 
@@ -176,7 +175,6 @@ class SteppedEngine:
         self.batcher.add(request.in_line(pace, arrived_s, now_s))
 
     def computes_first_tokens(self, now_s: float) -> bool:
-        """True if all steps that newcomers wait for are launched and not yet computed."""
         flight = self.flight
         return flight is not None and flight.end_s > now_s and self.batcher.newcomers_are_planned
 
@@ -217,7 +215,6 @@ class SteppedEngine:
         least: LeastSeconds,
         timed_start_s: float = 0.0,
     ) -> StepSeconds:
-        """Return how long a step with a graph takes: `least` or longer."""
         shape, sizes = self.shape, (num_tokens, num_rows, context_tokens)
         if num_tokens > num_rows and shape.with_prompts.step_s > least.step_s:
             least = shape.with_prompts
@@ -226,7 +223,6 @@ class SteppedEngine:
         return StepSeconds(max(least.step_s, shape.step_s(*sizes)), max(timed_start_s + device_s, waited_s))
 
     def _launched(self, plan: StepPlan, *, is_loading: bool) -> _Launch:
-        """Return how a step is launched; it is captured unless it is the first one behind a load."""
         is_behind, self.is_behind_load = self.is_behind_load, is_loading
         has_graph = self._graphs.has(plan)
         if is_loading or (is_behind and not has_graph):

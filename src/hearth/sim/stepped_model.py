@@ -16,8 +16,6 @@ from hearth.sim.stepped_engine import SteppedEngine
 
 @dataclass(frozen=True, slots=True)
 class HostOrder:
-    """Host a model: the brain's order, with what a live worker reads from the model's files."""
-
     load: LoadModel
     profile: ModelProfile
     shape: ShapeProfile
@@ -40,8 +38,6 @@ WorkerOrder = HostOrder | StartOrder | Evict | SetHold | CancelRun
 
 @dataclass(frozen=True, slots=True)
 class TokensSent:
-    """Requests of a model got a token each, at each of these times."""
-
     at_s: Sequence[float]
     request_ids: tuple[RequestId, ...]
 

@@ -72,7 +72,6 @@ class SteppedWorker:
         max_step_s: float,
         rules: TurnRules | None,
     ) -> None:
-        """`rules`: None if no turns are taken."""
         self.name = name
         self.hosted: dict[ModelId, SteppedModel] = {}
         self.turns = None if rules is None else TurnPolicy(budget_bytes, rules=rules)
@@ -142,7 +141,6 @@ class SteppedWorker:
         return [TokensSent([call.end_s], call.request_ids) for call in calls if call.end_s <= now_s]
 
     def check(self) -> None:
-        """Raise AssertionError if the device is overcommitted or a promise is broken."""
         device = self.reclaimer.device
         assert device.free_bytes >= 0, f"`{self.name}`: {device.free_bytes=}"
         if self.turns is not None:
@@ -426,7 +424,6 @@ class SteppedWorker:
                 assert_never(running)
 
     def _take_in(self, model: ModelId, awaited: Flight | None) -> None:
-        """Commit a step that was waited for: send its tokens and end requests."""
         hosted = self.hosted[model]
         ended = list[RequestId]()
         if awaited is not None:

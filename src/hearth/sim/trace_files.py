@@ -143,8 +143,6 @@ def _length(line: _Line, columns: _RequestColumns) -> RequestLength | None:
 
 
 def _minutes(tenant: str) -> Callable[[Iterator[_Line]], Iterator[Period]]:
-    """Return a reader of lines with a column for each minute, numbered from 1."""
-
     def read(lines: Iterator[_Line]) -> Iterator[Period]:
         for line in lines:
             minutes = [name for name in line.fields if name.isdecimal()]

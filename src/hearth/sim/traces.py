@@ -35,7 +35,6 @@ class Trace:
 
     @property
     def tenants(self) -> list[str]:
-        """Tenants, the busiest first; equal ones by name."""
         counts = Counter(request.tenant for request in self.requests)
         return sorted(counts, key=lambda tenant: (-counts[tenant], tenant))
 
@@ -61,7 +60,6 @@ class Trace:
         return Trace(self.name, tuple(replace(one, arrival_s=one.arrival_s / speed) for one in self.requests))
 
     def cut(self, max_input_tokens: int | None = None, max_output_tokens: int | None = None) -> Trace:
-        """Return the same requests with limited lengths; None: no limit."""
         for name, limit in (("max_input_tokens", max_input_tokens), ("max_output_tokens", max_output_tokens)):
             if limit is not None and limit < 1:
                 raise ConfigError(f"`{name}` leaves at least 1 token, given: {limit}")

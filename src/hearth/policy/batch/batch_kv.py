@@ -37,7 +37,6 @@ class BatchKv:
         )
 
     def wanted_blocks(self) -> int:
-        """Return how many blocks the next plan would allocate if there were enough."""
         self._books.settle()
         blocks = self._blocks
         tokens_left, num_wanted = self._limits.max_batch_tokens, 0

@@ -317,7 +317,6 @@ class Batcher:
 
     @property
     def newcomers_are_planned(self) -> bool:
-        """True if newcomers wait, and only for steps that are planned."""
         sequences = self._sequences
         is_planned = sequences.awaits_first_token and sequences.midway() is None
         return is_planned and not self._has_newcomer_to_start
@@ -377,7 +376,6 @@ class Batcher:
         return self._flights[0].plan
 
     def check(self) -> None:
-        """Raise if the books disagree. Tests call it after every change."""
         self.settle()
         flights = [flight.sequences for flight in self._flights]
         self._sequences.check(flights)

@@ -149,13 +149,11 @@ class BlockBook:
     # Blocks that are held.
 
     def can_allocate(self, num_blocks: int, beside: Sequence[int] = ()) -> bool:
-        """True if `num_blocks` can be allocated once the blocks `beside` are taken."""
         # Blocks of `beside` without a holder are cached.
         num_cached = list(map(self._num_holders.__getitem__, beside)).count(0) if beside else 0
         return num_blocks <= len(self._free) + len(self._cached) - num_cached
 
     def take(self, blocks: Sequence[int]) -> None:
-        """Hold blocks that were found by their content."""
         num_holders, runs = self._num_holders, self.prefixes.runs
         assert None not in map(runs.__getitem__, blocks), f"only a published block can be shared: {blocks=}"
         if cached := [block for block in blocks if not num_holders[block]]:
@@ -247,7 +245,6 @@ class BlockBook:
             self._free.add(lost)
 
     def check(self, num_holders: dict[int, int] | None = None) -> None:
-        """Raise if a block is not exactly one of free, live and cached, or prefixes disagree."""
         owned = sorted([*self._free, *self._live(), *self._cached])
         expected = sorted(self._blocks)
         assert owned == expected, f"free, live and cached blocks must be {expected}: {owned}"

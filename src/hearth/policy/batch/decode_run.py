@@ -78,7 +78,6 @@ def last_step(running: list[LiveSequence], step_id: int) -> PlannedStep:
 
 
 def _skipped_blocks(running: Sequence[LiveSequence], num_steps: int, block_tokens: int) -> list[LiveSequence]:
-    """Return the sequences that `num_steps` allocate blocks to, in order, once for each block."""
     due: list[tuple[int, LiveSequence]] = []  # by the number of the step
     for sequence in running:
         begin, end = sequence.num_planned, sequence.num_planned + num_steps

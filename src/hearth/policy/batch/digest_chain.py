@@ -52,7 +52,6 @@ class DigestChain:
 
 
 def chained_digests(parent: bytes, tokens: array[int], block_tokens: int) -> list[bytes]:
-    """Return the digests of the blocks that follow one with digest `parent`."""
     if len(tokens) == block_tokens:  # the common case
         return [blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()]
     digests: list[bytes] = []

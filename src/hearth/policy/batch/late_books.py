@@ -36,7 +36,6 @@ class LateBooks:
         sequence.num_published = num_full
 
     def publish_committed(self, sequence: LiveSequence) -> None:
-        """Publish what is committed of a sequence that stops running, and withdraw the rest."""
         self.withdraw_planned(sequence)
         if len(sequence.tokens) > sequence.num_prefill and sequence.slot is not None:
             self.publish(sequence, len(sequence.tokens) - 1)  # all but the last are computed

@@ -46,7 +46,6 @@ class EngineRequest:
     is_streamed: bool = True  #: each token is sent as it comes; False: all at the end
 
     def in_line(self, pace: Pace, arrived_s: float, now_s: float) -> EngineRequest:
-        """Return the request with its place in the queue, now that its engine gets it."""
         line_s = max(now_s, arrived_s + pace.patience_s)
         return replace(self, is_batch=pace.is_batch, line_s=line_s)
 

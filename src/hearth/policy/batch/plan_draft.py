@@ -49,7 +49,6 @@ class PlanDraft:
     has_preempted: bool = False
 
     def allow_prompts(self, budget_tokens: int, max_prompt_tokens: int | None) -> None:
-        """Set the room for prompts: the rest of the budget, at most `max_prompt_tokens` or one block."""
         self.budget_tokens = self.prompt_tokens = budget_tokens
         self.max_prompt_tokens = max_prompt_tokens
         if max_prompt_tokens is not None and max_prompt_tokens < budget_tokens:

@@ -86,7 +86,6 @@ class PrefixRun:
         return begin
 
     def lend_digests(self, chain: DigestChain, end: int) -> None:
-        """Give a chain that is equal up to block `end` the digests up to there."""
         if chain.num_known >= end:
             return
         num_digests, num_blocks = len(self._digests), end - self.first

@@ -99,7 +99,6 @@ class PromptAllowance:
             self._token_s = max(_LEAST_S, self._token_s * (1 + correction * prompts_s))
 
     def _measured_alone(self, num_tokens: int, seconds: float) -> None:
-        """Learn how many tokens fit into a step without decoding."""
         if self.num_lone_tokens is None:
             return
         longest_s = LONE_STEPS * self._max_step_s

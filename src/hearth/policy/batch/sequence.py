@@ -100,7 +100,6 @@ class LiveSequence:
         return self.prefix
 
     def allow_next(self) -> None:
-        """Set how far steps may be planned, after a commit."""
         self.max_planned = len(self.tokens) if self.guide is not None else self.max_length - 1
 
     def set_quiet(self) -> None:
@@ -261,7 +260,6 @@ class Sequences:
         return preempted
 
     def follow(self, moves: Sequence[BlockMove]) -> None:
-        """Rename moved blocks in all sequences that hold them."""
         targets = {move.source: move.target for move in moves}
         if not targets:
             return

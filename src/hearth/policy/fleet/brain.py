@@ -268,7 +268,6 @@ def _end_and_cancel(fleet: Fleet, request: Request) -> list[Action]:
 
 
 def _use_free_slot(fleet: Fleet, replica: Replica | None) -> list[Action]:
-    """Give a free slot to the next request of its model; an idle replica may have to leave."""
     if replica is None:
         return []
     return fill_slots(fleet, replica.model) + evict_if_leaving(fleet, replica)
@@ -354,7 +353,6 @@ def _lose_worker(fleet: Fleet, event: WorkerLost) -> list[Action]:
 
 
 def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message: str) -> list[Action]:
-    """Send requests that lost their replicas to free slots, unless they must end."""
     actions: list[Action] = []
     models: dict[ModelId, Model] = {}
     for request in requests:

@@ -141,8 +141,6 @@ def _remove_one(num_by_size: dict[int, int], size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CapacityIndex:
-    """The workers of one kind of device, ranked by bytes."""
-
     promises: dict[WorkerId, Promises] = field(default_factory=dict)
     free: Ranking[WorkerId, int] = field(default_factory=Ranking)
     retained: Ranking[WorkerId, int] = field(default_factory=Ranking)

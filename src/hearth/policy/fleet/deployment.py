@@ -78,7 +78,6 @@ def evict_if_leaving(fleet: Fleet, replica: Replica) -> list[Action]:
 
 
 def _outdate(fleet: Fleet, model: Model, before: ModelProfile | None) -> list[Action]:
-    """Evict replicas of an old version, idle ones now and busy ones when they are idle."""
     actions: list[Action] = []
     after = model.profile
     if before is not None and (

@@ -46,7 +46,6 @@ def record_report(
 
 
 def count_missing_bytes(model: Model, worker: Worker) -> int:
-    """Return how many bytes must be loaded before a model can run on a worker."""
     replica = worker.replicas.get(model.name)
     if replica is not None and not replica.is_ready:
         return replica.total_bytes - replica.loaded_bytes

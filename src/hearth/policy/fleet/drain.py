@@ -71,7 +71,6 @@ def leaves_room(fleet: Fleet, drain: Drain, footprint: Footprint) -> bool:
 
 
 def is_needless(fleet: Fleet, drain: Drain) -> bool:
-    """True if the model no longer waits for room, or a victim can no longer go."""
     return drain.model.name not in fleet.queues.for_room or not all(
         _may_go(replica, drain.model) for replica in drain.victims
     )

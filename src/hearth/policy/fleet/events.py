@@ -221,8 +221,6 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Give a request to a worker, where it may have to wait for its model to load."""
-
     request_id: RequestId
     model: ModelId
     worker: WorkerId
@@ -270,8 +268,6 @@ class SetHold:
 
 @dataclass(frozen=True, slots=True)
 class RefusePin:
-    """Report that a model cannot be pinned for now."""
-
     model: ModelId
     worker: WorkerId
     message: str  #: with the numbers

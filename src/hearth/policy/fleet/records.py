@@ -75,8 +75,6 @@ class LoadFailure:
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """A deployed model, or a removed one that still has replicas."""
-
     name: ModelId
     #: None: removed; what still runs may finish.
     profile: ModelProfile | None = None
@@ -275,8 +273,6 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drain:
-    """Replicas of one worker that take no new requests, to make room for a waiting model."""
-
     model: Model  #: that waits for the room
     worker: Worker
     victims: tuple[Replica, ...]

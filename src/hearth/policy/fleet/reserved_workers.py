@@ -42,7 +42,6 @@ class ReservedWorkers:
 
     @property
     def has_all_for_sure(self) -> bool:
-        """True if every worker is reserved, and none is open to other models all the same."""
         is_drained = len(self.drains) >= len(self.fleet.workers) > MAX_OPTIONS
         return not self.fleet.resting and (is_drained or self._has_all_kinds)
 

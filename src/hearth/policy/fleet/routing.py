@@ -235,7 +235,6 @@ def _price_option(
 
 
 def _likely_replicas(request: Request, replicas: Iterable[Replica]) -> list[Replica]:
-    """Return the first replicas, both some with the request's adapter and some without."""
     if request.adapter is None:
         return list(islice(replicas, MAX_OPTIONS))
     having, lacking = list[Replica](), list[Replica]()
@@ -260,7 +259,6 @@ def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
 
 
 def _show_others(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_options: int) -> Iterator[Option]:
-    """Yield workers that were not considered, with the reason: other replicas, then those with most room."""
     done = set(shown)
     roomiest = chain.from_iterable(
         index.idle.down_to_rank(index.idle.lowest or 0) for index in fleet.capacity.by_kind.values()

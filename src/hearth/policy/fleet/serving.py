@@ -122,7 +122,6 @@ def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bo
 
 
 def _load_unasked(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
-    """Load models deployed as pinned, unless loading one has killed workers."""
     actions: list[Action] = []
     for model in list(fleet.unplaced.values()):
         is_failing = model.failure is not None and fleet.now_s < model.failure.until_s

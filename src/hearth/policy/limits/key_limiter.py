@@ -147,7 +147,6 @@ class KeyLimiter(Generic[Key]):
             surplus -= given_back
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Undo the charges of a request that was refused after all."""
         if self._close(ticket):
             ticket.state.requests.give_back(ticket.request, 1)
             for charge in ticket.charges:

@@ -106,7 +106,6 @@ class AdapterResidency:
             known.state = AdapterState.FOUND
 
     def unpin(self, adapter: AdapterId) -> None:
-        """Note that an adapter may be evicted: it was replaced."""
         if (known := self._known.get(adapter)) is not None:
             known.is_pinned = False
 
@@ -298,7 +297,6 @@ class AdapterResidency:
         ]
 
     def check(self) -> None:
-        """Raise if the books contradict each other. For tests."""
         for adapter, known in self._known.items():
             assert not known.waiting & known.running, f"{adapter} {known}"
             assert adapter not in self._draining or known.state is AdapterState.LOADED, f"{adapter} {known}"

@@ -134,7 +134,6 @@ class ChunkBook:
         return True
 
     def check(self) -> None:
-        """Raise if a cell is owned twice or lost, or a chunk is not exactly one of filling, leased, idle."""
         owned = sorted([*self._free, *self._cell_by_chunk.values()])
         assert owned == list(range(self.capacity)), (
             f"cells must be 0..{self.capacity - 1}, each once: {owned}"

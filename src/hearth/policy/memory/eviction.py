@@ -70,7 +70,6 @@ class EvictionOrder:
         return iter(self._order)
 
     def pop(self, candidates: Collection[str], price: Callable[[str], Price]) -> str | None:
-        """Return the chunk to evict now, or None without candidates."""
         if not self._order:
             num_ordered = min(EVICTIONS_PER_PRICING, 1 + int(len(candidates) * ORDERED_SHARE))
             self._order = dict.fromkeys(cheapest_first(candidates, price, num_ordered))
@@ -139,7 +138,6 @@ class _TakeChoice:
                 break
 
     def improved(self) -> list[int]:
-        """Return the units of each tail once nothing can be improved."""
         self._give_back()
         while self._exchange():
             self._give_back()
@@ -153,7 +151,6 @@ class _TakeChoice:
                 self._spare_bytes -= units[num - 1]
 
     def _exchange(self) -> bool:
-        """Exchange one unit for a cheaper one that still suffices; False: there is none."""
         last: list[tuple[float, int, int]] = []
         following: list[tuple[float, int, int]] = []
         for index, (tail, num) in enumerate(zip(self._tails, self._num_units, strict=True)):

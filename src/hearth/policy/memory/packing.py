@@ -108,7 +108,6 @@ class _Section:
         return self._free_before[holes.stop] - self._free_before[holes.start]
 
     def run_bytes(self, first: int, last: int) -> int:
-        """Return the bytes between two holes, which move when these are merged."""
         distance_bytes = self.holes[last].begin - self.holes[first].begin
         return distance_bytes - (self._free_before[last] - self._free_before[first])
 
@@ -137,7 +136,6 @@ class _Shares:
 
 
 def _best_fit(rooms_bytes: Sequence[int], items: Sequence[Item]) -> _Shares:
-    """Put each item, the largest first, into the fullest bin that has room."""
     shares = _Shares([[] for _ in rooms_bytes], list(rooms_bytes), [])
     fullest = sorted((room, index) for index, room in enumerate(rooms_bytes))
     for item in items:
@@ -153,7 +151,6 @@ def _best_fit(rooms_bytes: Sequence[int], items: Sequence[Item]) -> _Shares:
 
 
 def _first_fit(rooms_bytes: Sequence[int], items: Sequence[Item]) -> _Shares:
-    """Put each item, the largest first, into the first bin that has room."""
     shares = _Shares([[] for _ in rooms_bytes], list(rooms_bytes), [])
     for item in items:
         roomy = (index for index, room in enumerate(shares.rooms_bytes) if room >= item.num_bytes)
@@ -262,7 +259,6 @@ def _split(section: _Section, subspace: _Subspace) -> list[_Subspace]:
 
 
 def _try_packing(items: Sequence[Item], left_bytes: int, right_bytes: int) -> _Shares:
-    """Put each item on the roomier side; stops at the first one that does not fit."""
     on_left: list[Item] = []
     on_right: list[Item] = []
     for item in items:

@@ -81,7 +81,6 @@ class ReclaimPolicy:
 
     @property
     def is_short(self) -> bool:
-        """True while a model waits for promised memory."""
         return bool(self._deferred) or any(map(self._is_owed, self._owed))
 
     def _is_owed(self, model: ModelId) -> bool:
@@ -160,7 +159,6 @@ class ReclaimPolicy:
         return True
 
     def deferred(self) -> list[ModelId]:
-        """Return the deferred models that may find a place now."""
         return self._deferred.outdated(self.generation)
 
     def stop_deferring(self, model: ModelId) -> None:

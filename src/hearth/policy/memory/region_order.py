@@ -57,7 +57,6 @@ class RegionOrder:
         return region if region >= 0 else self._is_given.find(0)
 
     def take_unasked(self, region: int, now_s: float) -> None:
-        """Give out a region found by `peek`."""
         self.take(region)
         self._held_s, self._is_late = now_s, self.num_loads > 0
 

@@ -169,7 +169,6 @@ class DeviceReloadCosts:
             self._shares[model] = {rung: part / num_bytes for rung, part in bytes_by_rung.items()}
 
     def forget(self, model: ModelId | AdapterId) -> None:
-        """Forget a model: another of the same name may be nothing like it."""
         self._costs.forget(model)
         self._weights.pop(model, None)
         self._shares.pop(model, None)

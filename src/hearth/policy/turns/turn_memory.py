@@ -63,8 +63,6 @@ class TurnModel:
 
 @dataclass(frozen=True, slots=True)
 class _BoundMemory:
-    """Bytes that models have until a turn begins or ends."""
-
     own_bytes: int  #: promised to those in turn, and kept by those that were
     workspace_bytes: int
 
@@ -121,7 +119,6 @@ class TurnMemory:
     def _adapters_fit(
         self, models: Collection[ModelId], without: Collection[ModelId], spare_bytes: int
     ) -> bool:
-        """True if the adapters of all running requests fit into `spare_bytes`."""
         staying = {name for name, one in self._models.items() if one.turn is not None}
         staying -= {*without, *models}
         if len(models) == 1 and all(self._models[name].is_pinned for name in staying):

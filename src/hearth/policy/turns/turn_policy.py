@@ -180,7 +180,6 @@ class TurnPolicy:
         return math.inf if known is None else known.due_s
 
     def next_in_line(self, now_s: float) -> list[ModelId]:
-        """Return the models that wait for a turn, the next one first."""
         waiting = [model for model, one in self._models.items() if one.wants_turn and one.turn is None]
         return sorted(waiting, key=lambda model: (*self._urgency(self._models[model], now_s), model))
 
