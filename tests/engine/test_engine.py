@@ -87,11 +87,9 @@ def test_a_prompt_has_as_many_tokens_of_each_step_as_are_allowed(monkeypatch: py
 
 def test_steps_are_measured() -> None:
     engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06))
-    assert engine.allowance.predicted_s(1) is None
+    assert engine.samples.typical() == []
     ask(engine, prompts("llama-gqa", [5]), greedy())
-    predicted_s = engine.allowance.predicted_s(1)
-    assert predicted_s is not None
-    assert predicted_s > 0
+    assert engine.samples.typical() != []
 
 
 def test_nobody_waits_for_the_driver_between_a_step_and_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +185,7 @@ def test_steps_that_may_have_waited_for_weights_are_not_measured() -> None:
     engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06))
     engine.runner.layers.follow(ShutGate())
     ask(engine, prompts("llama-gqa", [5]), greedy())
-    assert engine.allowance.predicted_s(1) is None
+    assert engine.samples.typical() == []
 
 
 @pytest.mark.parametrize("name", VARIANTS)

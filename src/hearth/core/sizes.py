@@ -63,8 +63,6 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The numbers of an architecture that its memory follows from. Becomes JSON."""
-
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -100,8 +98,6 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The largest batch, the slots and the block size of an engine."""
-
     max_batch_tokens: int  #: of one step
     max_seqs: int  #: slots: sequences that run at the same time
     block_tokens: int  #: of KV
@@ -112,8 +108,6 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class WantedLimits:
-    """The limits that a user has set; `policy/batch/step_limits.py` derives the others."""
-
     max_batch_tokens: int | None  #: None: not set, as with the next one
     max_seqs: int | None
     block_tokens: int
@@ -121,21 +115,17 @@ class WantedLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The largest step that a workspace must hold."""
-
     max_tokens: int
     max_samples: int
     num_programs: int  #: of a decode attention launch; see SplitScratch
 
     @staticmethod
     def of(limits: StepLimits, kind: str, num_processors: int = _MAX_PROCESSORS) -> StepSize:
-        """Return the largest step on a `kind` of device, "cpu" or "cuda"; by default the largest device."""
         num_programs = PROGRAMS_PER_PROCESSOR * min(num_processors, _MAX_PROCESSORS) if kind == "cuda" else 1
         return StepSize(limits.max_batch_tokens, limits.max_seqs, num_programs)
 
 
 def computed_dtype(stored: str, kind: str) -> str:
-    """Return the dtype that a kind of device computes in: float32 on a CPU."""
     return "float32" if kind == "cpu" else stored
 
 
@@ -184,7 +174,6 @@ def workspace_buffers(
 
 
 def _shrunk_rows(dimensions: Dimensions, dtype: str, size: StepSize) -> int:
-    """Return the rows of adapter intermediates; none if an idle MLP buffer is large enough."""
     if size.num_programs == 1:  # a CPU, which keeps nothing between them
         return 0
     num_rows = max(size.max_tokens, ADAPTER_SPLITS * min(size.max_samples, size.max_tokens))
@@ -202,7 +191,6 @@ def padded_bytes(buffer: Buffer) -> int:
 
 
 def run_bytes(buffers: Mapping[str, Buffer]) -> int:
-    """Return the bytes of consecutive buffers, each at its aligned place."""
     return sum(map(padded_bytes, buffers.values()))
 
 
@@ -210,7 +198,6 @@ def run_bytes(buffers: Mapping[str, Buffer]) -> int:
 
 
 def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> Mapping[str, Buffer]:
-    """Return all buffers that an engine always has besides weights, workspace and KV."""
     parts = {
         "inputs": input_buffers(limits, context),
         "sampler": sampler_buffers(limits.max_seqs, dimensions.vocab_size),
@@ -221,7 +208,6 @@ def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> M
 
 
 def max_tiles(num_tokens: int, max_seqs: int) -> int:
-    """Return the most tiles of the prompts of a step of `num_tokens`."""
     return num_tokens // MIN_TILE_TOKENS + min(max_seqs, num_tokens)
 
 
@@ -273,7 +259,6 @@ def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
 
 
 def sampler_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
-    """Return the state of a sampler for every slot, and its scratch (`engine/sampler.py`)."""
     return {
         "tokens": Buffer((max_seqs + 1,), "int64"),
         "chosen": Buffer((max_seqs, 2), "int32"),
@@ -290,13 +275,11 @@ def sampled_pieces(num_rows: int, vocab_size: int) -> list[slice]:
 
 
 def counter_buffer(dimensions: Dimensions, max_samples: int) -> Buffer:
-    """Return the counters of split attention, which persist between steps."""
     num_parts = num_subgroups(dimensions.num_heads // dimensions.num_kv_heads)
     return Buffer((max_samples * dimensions.num_kv_heads * num_parts,), "int32")
 
 
 def num_subgroups(num_sharing: int) -> int:
-    """Return the parts into which decode attention cuts the query heads that share k and v."""
     return -(-num_sharing // MAX_SUBGROUP)
 
 
@@ -366,7 +349,6 @@ def graph_bytes(dimensions: Dimensions, limits: StepLimits, *, has_adapters: boo
 
 
 def _up_to(sizes: Sequence[int], apart: int, most: int) -> tuple[int, ...]:
-    """Return the sizes below `most`, continued at a distance of `apart`, and `most` itself."""
     return (*(size for size in (*sizes, *range(sizes[-1] + apart, most, apart)) if size < most), most)
 
 
@@ -419,7 +401,6 @@ class PackedAdapters:
 
 
 def max_adapter_tiles(num_rows: int, max_seqs: int) -> int:
-    """Return the most tiles of the rows of a step with prompts, each of one adapter."""
     return num_rows // ADAPTER_PROMPT_TILE_ROWS + min(max_seqs, num_rows)
 
 
@@ -441,7 +422,6 @@ def target_fields(a: int, slices: Sequence[tuple[int, int, int, int]]) -> list[i
 
 
 def adapter_table_buffer(num_layers: int) -> Buffer:
-    """Return the table by which kernels find an adapter's factors (`engine/adapter_table.py`)."""
     return Buffer((num_layers, ADAPTER_PROJECTIONS, TARGET_FIELDS), "int64")
 
 
@@ -449,5 +429,4 @@ def adapter_table_buffer(num_layers: int) -> Buffer:
 
 
 def block_buffer(dimensions: Dimensions, layers: range, dtype: str, block_tokens: int) -> Buffer:
-    """Return one block of KV: k and v of all the layers."""
     return Buffer((len(layers), 2, block_tokens, dimensions.num_kv_heads, dimensions.head_dim), dtype)

@@ -1,8 +1,4 @@
-"""Which rows of a step have which adapter, at fixed device addresses.
-
-The lists lie in one packed array (`PackedAdapters`). It is written on the host and sent only if a step
-differs from the last one with adapters: while the same requests decode, nothing is sent.
-"""
+"""Which rows of a step have which adapter: lists in one packed array, sent only if they have changed."""
 
 from __future__ import annotations
 
@@ -35,7 +31,6 @@ class AdapterInputs:
 
     def __init__(self, packed: torch.Tensor, max_seqs: int) -> None:
         self._packed, self._max_seqs = packed, max_seqs
-        #: Host copies, used in turn. Empty until the first step with an adapter.
         self._hosts: list[tuple[torch.Tensor, npt.NDArray[np.int64]]] = []
         #: Of the last step: by row of logits, and by row. Empty where kernels read the lists.
         self._logit_groups: tuple[AdapterGroup, ...] = ()
@@ -112,7 +107,6 @@ class _Groups:
 
     @staticmethod
     def of(numbers: npt.NDArray[np.int64], adapters: Sequence[BoundAdapter]) -> _Groups:
-        """Group rows by the number of their adapter; -1: none."""
         order = np.argsort(numbers, kind="stable")
         return _Groups(
             adapters,

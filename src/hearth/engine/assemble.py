@@ -70,7 +70,6 @@ class Memory:
 
 
 def own_limits(config: EngineConfig, arch: Arch, dtype: torch.dtype, device: torch.device) -> StepLimits:
-    """Return the limits of an engine that has all free memory of a device, weights included."""
     budget_bytes = _spare_bytes(config, device)
     return step_limits(config.wanted_limits, arch.dimensions, name_of(dtype), device.type, budget_bytes)
 
@@ -187,7 +186,6 @@ def assemble_runner(
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
-    """Allocate uninitialised bytes, or raise DeviceError."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the bare class on a CPU
@@ -197,10 +195,7 @@ def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> to
 
 
 def _padded_sizes(limits: StepLimits, device: torch.device) -> PaddedSizes:
-    """Return the sizes that steps are padded to, captured or not, so that both compute the same bits.
-
-    The meta device has dry runs, with the shapes of CUDA.
-    """
+    """Return the sizes that steps are padded to, captured or not, so that both compute the same bits."""
     if device.type == "cpu":
         return PaddedSizes()
     if not HAS_TRITON:

@@ -1,8 +1,7 @@
-"""The process that compiles a model's kernels: `python -m hearth.engine.compile`.
+"""The process that compiles a model's kernels: `python -m hearth.engine.compile`. Touches no device.
 
-It reads a `CompileTask` from standard input and ends when that is closed. Compilers hold Python's lock for
-many milliseconds at a time, so a serving process compiles nothing; here each core has its own process. No
-device is touched.
+Reads a `CompileTask` from standard input and ends when that is closed. Compilers hold Python's lock for long,
+so a serving process compiles nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ log = logging.getLogger(__name__)
 
 
 class CompileTask(msgspec.Struct, frozen=True):
-    """The one line that the process reads."""
-
     cache: str  #: directory of compiled kernels
     needs: KernelNeeds
 
@@ -47,7 +44,6 @@ def list_key(needs: KernelNeeds) -> str:
 
 @cache
 def _software() -> str:
-    """Return a digest of the compiler's version and of all code that decides which variants there are."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256(triton.__version__.encode())
     for path in sorted(

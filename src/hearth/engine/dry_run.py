@@ -1,8 +1,4 @@
-"""Runs steps over tensors without memory, to find every kernel variant that a model can need.
-
-The serving code itself runs on torch's meta device: shapes are computed, kernels are compiled or recorded,
-nothing is launched. So no list of variants is kept beside the code.
-"""
+"""Runs steps over tensors without memory, to find every kernel variant that a model can need."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ from hearth.policy.batch.blocks import SINK_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """Everything that decides which kernel variants a model needs. Becomes JSON."""
-
     arch: Arch  #: with few layers, as most are alike
     dtype: str
     quant: str  #: one of models.layout.QUANTS
@@ -66,8 +60,6 @@ def dry_run(needs: KernelNeeds) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DryMemory:
-    """Allocators, by number of bytes, for a runner that computes nothing."""
-
     large: Callable[[int], torch.Tensor]  #: weights, workspace and KV: never touched
     tables: Callable[[int], torch.Tensor]
 

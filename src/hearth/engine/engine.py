@@ -117,8 +117,6 @@ class StepMarks(Protocol):
 
 
 class NoMarks:
-    """Ignores all marks, as in a process that runs one model."""
-
     def begun(self, request_ids: Sequence[RequestId]) -> None:
         pass
 
@@ -310,10 +308,7 @@ class Engine:
         )
 
     def _measure(self) -> None:
-        """Record the time of the last committed step, and release it.
-
-        Done after its tokens are sent: both need the driver, which another thread may hold for two steps.
-        """
+        """Record the time of the last committed step, after its tokens are sent: the driver may be slow."""
         taken_in, self._unmeasured = self._unmeasured, None
         if taken_in is not None and taken_in.timer is not None:
             plan, seconds = taken_in.plan, taken_in.timer.seconds()
@@ -355,7 +350,6 @@ class Engine:
         return StepOutputs(committed.request_ids, committed.tokens, logprobs, committed.finished, readings)
 
     def _forget(self, request_id: RequestId) -> None:
-        """Release what a request used that has ended. No later plan has a row of it."""
         self._remembered.discard(request_id)
         self.reading.forget(request_id)
         self._adapter_by_user.pop(request_id, None)

@@ -1,8 +1,7 @@
 """Captures work on a CUDA device as graphs, and the steps of all sizes while weights arrive.
 
-Capturing one size takes the host 5 to 20 ms: libraries load kernels for it, and the driver makes the graph
-executable, which may stop the device. The first requests of many lengths lost half a second by that. While
-weights arrive no step could be replayed, and the host has little to do.
+Capturing one size takes the host 5 to 20 ms and may stop the device, which requests of many lengths would
+wait for. While weights arrive the host has little to do.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ def use_library_memory(pool: torch.cuda.MemPool) -> None:
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all captures on a device. Its one cuBLAS workspace serves all graphs.
-
-    They may share it because all are replayed on one stream, the default one.
-    """
+    """Return the stream of all captures on a device. Its one cuBLAS workspace serves all graphs."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
     with torch.cuda.stream(stream):
         _multiply()  # loads the library, which takes 0.1 s

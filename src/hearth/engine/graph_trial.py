@@ -111,11 +111,7 @@ class GraphTrial:
 
 @torch.inference_mode()
 def rehearse_trial(layers: LayerRunner, sampler: Sampler, capturer: Capturer) -> None:
-    """Capture what a trial does around graphs, so that torch loads its kernels. Runs nothing.
-
-    A trial launches a dozen kernels that no step has: the first trial of a process would wait for them, with
-    the requests of its step. The kernel that widens logits is one of them. Any thread may call this.
-    """
+    """Capture what a trial does around graphs, so that torch loads its kernels. Runs nothing."""
     if not layers.sizes.decode:
         return
     size = next((size for size in layers.sizes.decode if size >= MAX_TRIED_ROWS), layers.sizes.decode[-1])
@@ -132,11 +128,9 @@ def rehearse_trial(layers: LayerRunner, sampler: Sampler, capturer: Capturer) ->
 
 
 def _spread(count: int, device: torch.device) -> torch.Tensor:
-    """Return at most `MAX_TRIED_ROWS` indices below `count`, with the first and the last."""
     num_rows = min(count, MAX_TRIED_ROWS)
     return torch.arange(num_rows, device=device) * (count - 1) // max(num_rows - 1, 1)
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
-    """View numbers as integers, since NaN is not equal to itself."""
     return numbers.view({2: torch.int16, 4: torch.int32}[numbers.itemsize])

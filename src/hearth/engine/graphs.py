@@ -27,8 +27,6 @@ class StepGraph(Protocol):
 
 
 class CapturedGraph(StepGraph, Protocol):
-    """A graph captured in this process by torch."""
-
     def instantiate(self) -> None: ...
 
     def raw_cuda_graph(self) -> int:
@@ -98,7 +96,6 @@ class StepGraphs:
 
     @property
     def num_restored(self) -> int:
-        """Graphs of the snapshot in use, substitutes included."""
         return len(self._tried)
 
     @property
@@ -207,7 +204,6 @@ class StepGraphs:
             self._source.end_trial()
 
     def _is_restored(self, key: GraphKey) -> bool:
-        """True if the snapshot has a graph that is not in use yet."""
         source = self._source
         # In this order: a graph restored between the two calls is seen by the second.
         return source is not None and (source.is_coming(key.name) or source.find(key.name) is not None)

@@ -1,8 +1,4 @@
-"""Guided decoding: which tokens a schema or grammar allows next, by llguidance.
-
-A guide follows committed tokens, so preemption does not affect it. A request that resumes elsewhere gets a
-new guide, which takes the tokens so far.
-"""
+"""Guided decoding: which tokens a schema or grammar allows next, by llguidance."""
 
 from __future__ import annotations
 
@@ -29,7 +25,6 @@ class Guides:
         self._eos_ids = eos_ids
         #: Built for the first guided request: it takes 0.3 s, and few models need it.
         self._tokenizer: LLTokenizer | None = None
-        #: Keeps two threads from building it twice.
         self._building = threading.Lock()
 
     def guide(self, spec: GuideSpec, ignore_eos: bool) -> GrammarGuide:
@@ -86,7 +81,6 @@ class GrammarGuide:
 
     @property
     def is_stuck(self) -> bool:
-        """True if the grammar allows no token, or became too costly to follow."""
         return self._matcher.is_error() or not _allows_any(self._mask)
 
     def take(self, token: int) -> FinishReason | None:
@@ -132,11 +126,7 @@ class GrammarGuide:
         return mask
 
     def _respelled(self, mask: bytes) -> bytes:
-        """Return the mask where llguidance forces a token that its own grammar does not accept.
-
-        llguidance tokenises forced text like a prompt: `<|im_end|>` becomes the special token, and Unicode is
-        normalised. The first character alone becomes an ordinary token, and the rest is tokenised without it.
-        """
+        """Return the mask where llguidance forces a token that its own grammar does not accept."""
         text, is_token, _ = self._matcher.compute_ff_bytes().partition(b"\xff")
         if not text and is_token:
             return mask  # the grammar names an end token, `<|im_end|>` without quotes

@@ -68,7 +68,6 @@ class InputBuffers:
         self._writes = [self._writes_host(max_seqs + len(self._tokens)) for _ in range(2)]
         self._counting = np.arange(len(self._tokens), dtype=np.int32)  #: 0, 1, 2, ...
         self.adapters = AdapterInputs(buffers["adapters"], max_seqs)
-        #: Parts of the packed inputs on the device, by begin and end.
         self._views_by_place: dict[tuple[tuple[int, int], ...], tuple[torch.Tensor, ...]] = {}
 
     def fill(self, plan: StepPlan, shape: StepShape) -> SampleRows:
@@ -116,7 +115,6 @@ class InputBuffers:
         prompts: Sequence[Row],
         shape: StepShape,
     ) -> tuple[SampleRows, int]:
-        """Write prompts behind the decode rows; return all rows that sample, and the number of tiles."""
         slots, positions, tokens = packed[parts.slots], packed[parts.positions], packed[parts.tokens]
         num_decode, num_rows = len(decode), len(decode) + len(prompts)
         # All prompts at once: there may be hundreds, and the device waits.
@@ -153,7 +151,6 @@ class InputBuffers:
         return rows, len(tiles) // TILE_FIELDS
 
     def _views(self, *parts: slice) -> tuple[torch.Tensor, ...]:
-        """Return parts of the packed inputs. Views are cached: making one is slow."""
         key = tuple([(part.start, part.stop) for part in parts])
         found = self._views_by_place.get(key)
         if found is None:

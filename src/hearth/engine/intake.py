@@ -23,10 +23,7 @@ from hearth.policy.batch.plan import EngineRequest, Guide
 
 
 class Intake:
-    """Checks and resolves requests. Any thread may call it.
-
-    Holds no tensor: a request that is slow to check keeps no memory of a dropped engine.
-    """
+    """Checks and resolves requests. Any thread may call it."""
 
     def __init__(
         self, limits: RequestLimits, guides: Guides, vocab_size: int, eos_ids: frozenset[int]
@@ -87,7 +84,6 @@ class Intake:
 def _checked_words(
     name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
 ) -> array[int]:
-    """Return ids as an array; raise `error` for the first one outside the vocabulary."""
     if len(tokens) == 0:
         return array("I")
     # The common case runs in C: this delays the first token.

@@ -1,8 +1,4 @@
-"""Has a model's kernels compiled and loaded before its first step. Compiles nothing in this process.
-
-Kernels in the cache are loaded in some milliseconds each; others are compiled first, by a process of its own
-(`engine/compile.py`).
-"""
+"""Has a model's kernels compiled and loaded before its first step. Compiles nothing in this process."""
 
 from __future__ import annotations
 
@@ -89,7 +85,6 @@ class KernelWarmup:
 
 
 def _compile_apart(task: CompileTask) -> str | None:
-    """Compile in a process of its own; return why that failed, or None."""
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hearth.engine.compile"],

@@ -20,11 +20,7 @@ _REHEARSED_LAYERS = 2
 
 
 class LayerRunner:
-    """The decoder, KV, inputs and graphs of one model. Mutable; the thread that steps calls it.
-
-    A step consists of parts (`StepPart`), each one function over inputs at fixed addresses. A part runs
-    eagerly, or is replayed from a graph that was captured of the same function.
-    """
+    """The decoder, KV, inputs and graphs of one model. Mutable; the thread that steps calls it."""
 
     def __init__(
         self,
@@ -111,7 +107,6 @@ class LayerRunner:
 
     @torch.inference_mode()
     def capture_ahead(self, shape: StepShape) -> None:
-        """Capture the parts of a step that have no graph and get none. Weights may still be missing."""
         if self.graphs is None:
             return
         for key in shape.keys:
@@ -143,11 +138,7 @@ class LayerRunner:
     def rehearse(
         self, name: str, capturer: Capturer, give_way: Callable[[], None] | None = None
     ) -> CapturedGraph | None:
-        """Capture the first layers of the part that snapshots call `name`; None: there is no such part.
-
-        Libraries load their kernels for the size meanwhile, so later launches are quicker. `give_way` is
-        called between layers.
-        """
+        """Capture the first layers of the part that snapshots call `name`; None: there is no such part."""
         shapes = [*self.sizes.all_shapes(), *self.sizes.all_shapes(has_adapters=True)]
         found = [(key, shape) for shape in shapes for key in shape.keys if key.name == name]
         if not found:

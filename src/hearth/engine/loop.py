@@ -57,12 +57,8 @@ class StepLoop:
     """An engine on its own thread. Any thread may call `add`, `cancel` and `close`."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
-        """Run `build` on the step thread, which then owns the engine; its exceptions are raised here.
-
-        So one thread alone computes, and a CPU library keeps one team of threads rather than two.
-        """
+        """Run `build` on the step thread, which then owns the engine; its exceptions are raised here."""
         self._inbox: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
-        #: Outboxes of live requests. Written by the step thread alone.
         self._outboxes: dict[RequestId, Outbox] = {}
         #: Orders `add` and `close`: no command is posted behind the stop.
         self._gate = threading.Lock()
@@ -129,7 +125,6 @@ class StepLoop:
         engine.close()
 
     def _take_commands(self, engine: Engine) -> bool:
-        """Carry out posted commands, sleeping while the engine is idle; False: stop."""
         while not engine.has_work or not self._inbox.empty():
             match self._next_command(engine):
                 case _Add(requests, outbox):

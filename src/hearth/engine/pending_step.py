@@ -61,7 +61,6 @@ class PendingStep:
         return StepResult(tokens[: self._num_samples].tolist(), self._asked_logprobs(), broken_rows, reads)
 
     def _asked_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Return to each row the logprobs that it requested, even if more were computed."""
         if self._logprobs is None:
             return None
         tops = (self._top_ids, self._top_logprobs)

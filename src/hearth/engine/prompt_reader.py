@@ -1,8 +1,6 @@
 """Prompt readings: pooled hidden states, and logprobs of prompt tokens. Runs no layers.
 
-`PromptReader` reads the rows of one step; `ReadingPieces` joins the rows of prompts computed in chunks. A
-prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits, so the head runs over as many
-rows at a time as a step's logits hold, and only the requested values are kept.
+The head runs over as many rows at a time as a step's logits hold, and only the requested values are kept.
 """
 
 from __future__ import annotations
@@ -65,8 +63,6 @@ class StepReads:
 
 
 class PromptReader:
-    """Reads the prompts of one engine. Keeps nothing between steps."""
-
     def __init__(self, decoder: Decoder, uploads: Uploads) -> None:
         self._decoder, self._uploads = decoder, uploads
 
@@ -161,12 +157,10 @@ class ReadingPieces:
         self._pieces[request_id], self._first_steps[request_id] = [], first_step
 
     def forget(self, request_id: RequestId) -> None:
-        """Drop the readings of a request. Steps in flight may still read it."""
         if self._pieces.pop(request_id, None) is not None:
             del self._first_steps[request_id]
 
     def take(self, plan: StepPlan, reads: Mapping[int, RowRead]) -> dict[RequestId, PromptReading]:
-        """Add the readings of a step by row, and return those that are complete."""
         complete: dict[RequestId, PromptReading] = {}
         for index, read in reads.items():
             row = plan.prompts[index - plan.num_decode_rows]

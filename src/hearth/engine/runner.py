@@ -30,7 +30,6 @@ class Runner:
     """Runs the steps of a model: inputs, layers, prompt readings, sampling. Mutable; one thread calls it."""
 
     def __init__(self, layers: LayerRunner, sampler: Sampler, uploads: Uploads, tables: EngineTables) -> None:
-        """`tables` are those that the decoder, the inputs and the sampler use."""
         self.layers, self.sampler = layers, sampler
         self._tables, self._uploads = tables, uploads
         self._trial: GraphTrial | None = None  #: of restored graphs; the device may still be computing it
@@ -42,10 +41,7 @@ class Runner:
         self._hosts = [host_like(sampler.chosen) for _ in range(2)]
 
     def is_warm(self, plan: StepPlan) -> bool:
-        """True if the time of this step is typical: no wait for weights, no capture, no trial.
-
-        Readings beside decode rows are not typical either; prompts alone may always have them.
-        """
+        """True if the time of this step is typical: no wait for weights, no capture, no trial."""
         layers = self.layers
         if layers.gate is not None or self._trial is not None or (plan.has_readings and plan.num_decode_rows):
             return False
@@ -55,7 +51,6 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Queue a step on the device and return without waiting for it."""
         self._end = None
         self.settle()
         self._uploads.next_step()
@@ -114,7 +109,6 @@ class Runner:
         graphs.end_trial(reason)
 
     def _run_again(self, shape: StepShape, plan: StepPlan) -> None:
-        """Run a step eagerly again, after graphs that computed something else."""
         self._tables.counters.zero_()  # every step finds them so, and leaves them so
         self.layers.run_eagerly(shape, plan)
 

@@ -65,10 +65,6 @@ class Samples:
     def tokens(self) -> torch.Tensor:
         return self.chosen[:, 0]
 
-    @property
-    def best_logits(self) -> torch.Tensor:
-        return self.chosen[:, 1].view(torch.float32)
-
 
 class _Part(IntEnum):
     """A part of sampling that a request may need. Without any, it takes its highest logit.
@@ -109,8 +105,6 @@ class _Rules:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Which rows need which part of sampling. Taking `len` of these tensors does not wait."""
-
     num_logprobs: tuple[int | None, ...]  #: of every row
     masks: torch.Tensor | None  #: of the guided rows, int32 [rows, words]
     penalised: torch.Tensor  #: rows
@@ -133,7 +127,6 @@ class Sampler:
         self.chosen = buffers["chosen"]
         num_slots = len(self.chosen)
         self._rules_by_slot: dict[int, _Rules] = {}
-        #: By slot: the parts that its request needs.
         self._parts = np.zeros(num_slots, np.uint8)
         self._parts_of_rows = buffers["parts"]  #: scratch of `best_tokens`
         #: As in `draw_tokens`; temperature is 0 for slots without a random request, and the dummy.

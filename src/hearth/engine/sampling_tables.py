@@ -1,8 +1,7 @@
 """The sampler's tables: penalty counts, and bias with the allowed-token mask. Samples nothing.
 
-A table exists only while requests need it. A row is as long as the vocabulary, so rows are shared out by need
-and not by slot: a table begins with few rows and is copied to a larger one when more requests come. Counts
-live on the device, because the host learns a sampled token only after the next step is planned.
+A table exists only while requests need it, with few rows at first. Counts live on the device, because the
+host learns a sampled token only after the next step is planned.
 """
 
 from __future__ import annotations
@@ -134,11 +133,8 @@ class Penalties:
         self._vocab_size = vocab_size
         self._uploads = uploads
         tensors = zeroed(penalty_buffers(num_rows, vocab_size), uploads.device, memory)
-        #: Whether the prompt of a request holds a token.
         self._in_prompt = tensors["in_prompt"]
-        #: How often a request has sampled a token.
         self._num_sampled = tensors["num_sampled"]
-        #: Repetition, presence and frequency penalty of each request.
         self._weights = tensors["weights"]
 
     def copy(self, other: Penalties) -> None:
@@ -159,7 +155,6 @@ class Penalties:
         self._weights.index_copy_(0, where, self._uploads.floats(weights).view(-1, 3))
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, table_rows: torch.Tensor) -> None:
-        """Penalise `logits[rows]` in place by the counts of `table_rows`."""
         for piece in sampled_pieces(len(rows), self._vocab_size):
             self._apply(logits, rows[piece], table_rows[piece])
 
@@ -193,7 +188,6 @@ class LogitBias:
     ) -> None:
         self.num_rows = num_rows
         self._uploads = uploads
-        #: The number added to each logit; minus infinity forbids a token.
         self._bias = zeroed(bias_buffers(num_rows, vocab_size), uploads.device, memory)["bias"]
 
     def copy(self, other: LogitBias) -> None:
@@ -219,7 +213,6 @@ class LogitBias:
         self._bias.view(-1).index_copy_(0, where, self._uploads.floats(values))
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, table_rows: torch.Tensor) -> None:
-        """Add the bias of `table_rows` to `logits[rows]` in place."""
         for piece in sampled_pieces(len(rows), logits.shape[1]):
             logits.index_add_(0, rows[piece], self._bias[table_rows[piece]])
 

@@ -1,8 +1,4 @@
-"""The shape of a step: steps of one shape share a CUDA graph.
-
-Steps are padded to the sizes in `core/sizes.py` where kernels can tell padding from rows; elsewhere a step
-has just the rows of its plan.
-"""
+"""The shape of a step: steps of one shape share a CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,8 +11,6 @@ from hearth.policy.batch.plan import StepPlan
 
 
 class StepPart(Enum):
-    """A part of a step that is captured on its own."""
-
     DECODE = "decode"  #: a whole step without prompts, by its rows
     MIXED = "mixed"  #: a step with prompts, up to its last attention, by its tokens
     TAIL = "tail"  #: the rest of such a step, by its rows of logits
@@ -35,8 +29,6 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The numbers of rows that a step runs with, padding included."""
-
     has_prompts: bool
     num_rows: int  #: a token each
     num_logits: int  #: rows with logits; without prompts, every row

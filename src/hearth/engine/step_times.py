@@ -13,11 +13,7 @@ from hearth.policy.batch.plan import StepPlan
 
 
 class StepTimer:
-    """Measures one step: from the end of all work before it to the end of its own.
-
-    A CPU computes a step while it is launched. On a CUDA device steps queue up, also of other models, so the
-    host's clock would measure several.
-    """
+    """Measures one step: from the end of all work before it, also of other models, to the end of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._began_s = self._ended_s = time.perf_counter()
@@ -31,7 +27,6 @@ class StepTimer:
         self._ended_s, self._ended = time.perf_counter(), end
 
     def seconds(self) -> float:
-        """Return how long the step took. The device must be done with it."""
         if self._began is None or self._ended is None:
             return self._ended_s - self._began_s
         return float(self._began.elapsed_time(self._ended)) / 1000

@@ -34,7 +34,6 @@ class Uploads:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_cuda = device.type == "cuda"
-        #: Host memory sent since `next_step`.
         self._sent: list[torch.Tensor] = []
         #: Host memory of earlier steps, oldest first, each with the event behind its step.
         self._kept: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
@@ -50,7 +49,6 @@ class Uploads:
             self._kept.popleft()
 
     def ints(self, *columns: Ints) -> tuple[torch.Tensor, ...]:
-        """Return each column as an int64 tensor on the device, sent in one copy."""
         lengths = [len(column) for column in columns]
         host = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=self._is_cuda)
         np.concatenate([np.asarray(column, np.int64) for column in columns], out=host.numpy())

@@ -1,9 +1,8 @@
 """The pool of devices without mapped pages: one contiguous memory, as in Tangram.
 
 The unit of residency is a fused tensor, present as a whole or not at all; models never share tensors. When
-free memory is too fragmented tensors move, and their engines bind them again. What never moves lies at the
-ends: the workspace, which all models share, KV, tables and adapters. A model that does not compute can lose
-its workspace; `place` gives it another one, possibly elsewhere.
+free memory is too fragmented tensors move, and their engines bind them again. Workspace, KV, tables and
+adapters never move and lie at the ends.
 """
 
 from __future__ import annotations
@@ -217,5 +216,4 @@ class ArenaPool:
         )
 
     def check(self) -> None:
-        """Raise unless the books are sound. For tests."""
         self._books.check(self._pieces.region_owners())

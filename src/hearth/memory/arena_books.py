@@ -54,7 +54,6 @@ class ArenaBooks:
         return regions
 
     def take(self, tenant: ArenaTenant, span: Span) -> None:
-        """Give a model one of its regions, or enlarge the common workspace."""
         if span.owner == COMMON and COMMON in self.regions:
             self.regions.give(COMMON)  # the new span begins at the same byte
         self.regions.take(span)
@@ -142,7 +141,6 @@ class ArenaBooks:
             self.give_back()
 
     def check(self, piece_owners: Set[Owner]) -> None:
-        """Raise unless the regions are sound and are those of tenants and adapters. For tests."""
         self.regions.check()
         owners = set()
         for model, tenant in self.tenants.items():
@@ -157,10 +155,7 @@ class ArenaBooks:
         assert all(self.tenants[model].extents for model in self.moved), f"{self.moved=}"
 
     def give_back(self) -> None:
-        """Return the pages of freed bytes that are still free to the system.
-
-        A page that two regions share goes with the one that comes free last.
-        """
+        """Return the pages of freed bytes that are still free to the system."""
         freed, self.freed = self.freed, []
         for part in freed:
             for free in self.regions.free_within(part.begin, part.end):

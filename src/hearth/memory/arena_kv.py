@@ -22,7 +22,6 @@ class ArenaKv:
         self._books = books
 
     def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
-        """`ahead_blocks` has no effect: nothing has to be mapped."""
         tenant = self._books.tenants[model]
         assert tenant.extents, f"`{model}` is not placed"
         grown: list[range] = []
@@ -53,12 +52,7 @@ class ArenaKv:
         return [extents[first] for first in sorted(extents) if first != sink]
 
     def _more_blocks(self, tenant: ArenaTenant, num_blocks: int) -> range:
-        """Return about `num_blocks` free blocks, up to where extents end; fewer or none if memory is short.
-
-        A batch that fits into no free region replaces tensors, which move, rather than being split: every
-        region that cannot move separates those that can. But many bytes move only as a last resort, because
-        a step waits for it.
-        """
+        """Return about `num_blocks` free blocks, up to where extents end; fewer if memory is short."""
         movable = self._books.movable()
         if tenant.failed_growth == (self._books.regions.version, movable):
             return range(0)
@@ -75,7 +69,6 @@ class ArenaKv:
     def _cleared_blocks(
         self, tenant: ArenaTenant, num_blocks: int, movable: Set[ModelId], max_bytes: int
     ) -> range:
-        """Move tensors away and return the blocks in their place; none if that moves over `max_bytes`."""
         need = PlacementNeed(tenant.model, (), 0, num_blocks, tenant.shape.block_bytes)
         placement = self._books.plan(need, movable)
         if placement is None or sum(move.num_bytes for move in placement.moves) > max_bytes:

@@ -30,8 +30,6 @@ class _PieceRegion:
 
 
 class ArenaPieces:
-    """`PieceMemory` in an arena. Mutable."""
-
     page_bytes = 1
 
     def __init__(self, books: ArenaBooks) -> None:

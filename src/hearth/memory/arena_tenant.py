@@ -32,7 +32,6 @@ class ArenaTenant:
     extents: dict[int, range] = field(default_factory=dict)
     #: False: the model must get a workspace before it computes, the common one or its own.
     has_workspace: bool = False
-    #: The last holding, valid as long as its regions have not changed: `num_changes` and the holding.
     _held: tuple[int, Holding] | None = None
     #: Version of the regions and movable models with which `grow` last found no place for a block.
     failed_growth: tuple[int, Set[ModelId]] | None = None
@@ -55,7 +54,6 @@ class ArenaTenant:
         return Owner(self.model, Use.TABLE, 1 + list(SamplingTable).index(table))
 
     def tables(self, regions: RegionList) -> list[Owner]:
-        """Return the owners of the tables that have a region, those of its sampler among them."""
         owners = (tables_owner(self.model), *map(self.table_owner, SamplingTable))
         return [owner for owner in owners if owner in regions]
 
@@ -64,7 +62,6 @@ class ArenaTenant:
         return aligned(self.shape.workspace_bytes) if uses_common else 0
 
     def is_other(self, shape: Shape) -> bool:
-        """True if the present bytes are of no use for a model of this shape."""
         return (self.shape.digest, self.shape.served) != (shape.digest, shape.served)
 
     def tensors(self, regions: RegionList) -> list[Owner]:
@@ -136,7 +133,6 @@ def tensor_owners(model: ModelId, shape: Shape) -> list[Owner]:
 
 
 def places_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> dict[str, TensorPlace]:
-    """Return where the tensors of a model are, all of which must have a region."""
     specs = zip(tenant.shape.served.tensors, tensor_owners(tenant.model, tenant.shape), strict=True)
     return {spec.name: TensorPlace(memory, regions.span_of(owner).begin) for spec, owner in specs}
 

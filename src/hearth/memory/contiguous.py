@@ -1,7 +1,6 @@
 """One contiguous piece of device memory: moves bytes within it and returns free pages to the system.
 
-Keeps no books. CPU memory is mapped here and not by torch, because its pages are returned and come back as
-zeros.
+CPU memory is mapped here and not by torch, because its pages are returned and come back as zeros.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class ContiguousMemory:
             self.freed(source, min(source + num_bytes, target))
 
     def _copy_in_pieces(self, source: int, target: int, num_bytes: int) -> None:
-        """Copy in the direction in which no piece is overwritten before it is read."""
         distance = abs(target - source)
         piece_bytes = max(distance, STAGED_BYTES)
         begins = range(0, num_bytes, piece_bytes)

@@ -47,8 +47,6 @@ def can_map(device: torch.device) -> bool:
 
 
 class CudaPages:
-    """`Pages` of one device."""
-
     base_address = BASE_ADDRESS
     space_bytes = SPACE_BYTES
     num_spaces = NUM_SLOTS
@@ -128,7 +126,6 @@ class CudaPages:
         log.warning("fallback pages=without_%s device=%s reason=%s", name, self._device, reason)
 
     def _probe(self) -> None:
-        """Create one page: some systems report an ability and then refuse it."""
         while self._is_rdma_capable or self.is_exportable:
             try:
                 handles = list[int]()

@@ -18,7 +18,6 @@ import torch
 
 from hearth.memory.pages import Pages
 
-#: What one allocation is rounded up to, as the device's own are.
 _UNIT_BYTES = 2 << 20
 
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -44,7 +43,6 @@ class LibraryMemory:
         self.used_bytes = 0
 
     def take(self, num_bytes: int) -> int | None:
-        """Return the address of `num_bytes`; None: too few are left."""
         begin, padded_bytes = self.used_bytes, -(-num_bytes // _UNIT_BYTES) * _UNIT_BYTES
         if begin + padded_bytes > self.num_bytes:
             log.warning("library_memory_full wanted=%d used=%d of=%d", num_bytes, begin, self.num_bytes)

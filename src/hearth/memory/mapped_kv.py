@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 
 class MappedKv:
-    """`KvMemory` of mapped pages. Mutable; a thread of its own maps pages ahead of their use."""
-
     def __init__(self, books: PageBooks) -> None:
         self._books, self._table = books, books.table
         self.num_late = 0  #: runs that could not be mapped ahead
@@ -79,10 +77,7 @@ class MappedKv:
         return extents
 
     def _claim(self, tenant: MappedTenant, num_pages: int) -> bool:
-        """Raise a model's pages of KV to `num_pages`, using those mapped ahead first.
-
-        False: memory is short, nothing changed.
-        """
+        """Raise a model's pages of KV to `num_pages`, using those mapped ahead first."""
         num_ready = min(tenant.num_ready_pages, num_pages - tenant.num_kv_pages)
         num_more = num_pages - tenant.num_kv_pages - num_ready
         if num_more > self._books.num_available - tenant.num_ready_pages:
@@ -95,7 +90,6 @@ class MappedKv:
         return True
 
     def _claim_ahead(self, tenant: MappedTenant, ahead_blocks: int) -> list[int]:
-        """Claim free pages for the next blocks of a model; return the places to map in the background."""
         num_blocks = min(tenant.num_kv_blocks + ahead_blocks, tenant.shape.max_blocks)
         begin = tenant.num_kv_pages + tenant.num_ready_pages
         end = min(tenant.kv.num_pages(num_blocks), begin + self._table.num_free)

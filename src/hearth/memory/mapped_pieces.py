@@ -89,7 +89,6 @@ class MappedPieces:
         self._book.check()
 
     def _is_idle(self, slot: int) -> bool:
-        """True if the device no longer reads the pieces that were dropped from a slot."""
         mark = self._released.get(slot)
         return mark is None or mark.has_passed()
 

@@ -63,11 +63,9 @@ class MappedTenant:
 
     @property
     def last_stored_bytes(self) -> int:
-        """Bytes of the weights on their last page; all others are full."""
         return self.shape.stored.num_bytes - (self.num_weights_pages - 1) * self.page_bytes
 
     def is_of(self, shape: Shape) -> bool:
-        """True if the present bytes and addresses are those of a model of this shape."""
         return (self.shape.digest, self.shape.slot) == (shape.digest, shape.slot)
 
     def workspace_places(self) -> list[int]:
@@ -120,7 +118,6 @@ def num_pages(num_bytes: int, page_bytes: int) -> int:
 
 
 def check_fits(model: ModelId, shape: Shape, pages: Pages) -> None:
-    """Raise DeviceError if a part of a model is larger than its range of addresses."""
     assert shape.served == shape.stored, f"`{model}` is widened, which mapped pages cannot do"
     assert shape.max_blocks > 0, f"`{model}` has no block that could be the sink"
     parts = {

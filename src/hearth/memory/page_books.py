@@ -34,7 +34,6 @@ class SharedChunks:
             self._pages.setdefault(shape.chunks[index], set()).add(page)
 
     def discard(self, shape: Shape, index: int, page: int) -> None:
-        """Forget a page that no model maps any more."""
         if shape.chunk_bytes == self._page_bytes:
             pages = self._pages[shape.chunks[index]]
             pages.remove(page)
@@ -42,7 +41,6 @@ class SharedChunks:
                 del self._pages[shape.chunks[index]]
 
     def find(self, shape: Shape, indices: Iterable[int], excluded: Collection[int]) -> dict[int, int]:
-        """Return pages that hold the chunks of these indices, each page for one index."""
         found: dict[int, int] = {}
         if shape.chunk_bytes != self._page_bytes:
             return found
@@ -94,7 +92,6 @@ class PageBooks:
         return max(0, num_needed - num_available)
 
     def _num_rest_pages(self, shape: Shape, num_workspace_pages: int) -> int:
-        """Return the pages for sink, tables, and the part of the workspace that exceeds the present one."""
         page_bytes = self._pages.page_bytes
         num_more = num_pages(shape.workspace_bytes, page_bytes) - num_workspace_pages
         num_own = num_pages(shape.block_bytes, page_bytes) + num_pages(shape.tables_bytes, page_bytes)
@@ -134,14 +131,12 @@ class PageBooks:
         return tenant
 
     def has_addresses(self, model: ModelId, shape: Shape) -> bool:
-        """True if a model of this digest has addresses, or can have free ones."""
         tenant = self.tenants.get(model)
         if tenant is not None:
             return tenant.is_of(shape)
         return not self._spaces.is_full
 
     def _displace_one(self) -> None:
-        """Take the addresses of the model that was retired first, of those without pages."""
         for tenant in self.tenants.values():
             if not tenant.is_placed and not tenant.resident and not tenant.loading:
                 self.drop(tenant)
@@ -149,7 +144,6 @@ class PageBooks:
                 return
 
     def place_weights(self, tenant: MappedTenant, most: int | None = None) -> None:
-        """Give a model the pages that its weights lack, or the first `most` of them. Maps none."""
         missing = self._missing(tenant)[:most]
         shared = self._shareable(tenant, missing)
         to_load = [index for index in missing if index not in shared]
@@ -162,13 +156,11 @@ class PageBooks:
         tenant.loading.update(to_load)
 
     def unmapped_weights(self, tenant: MappedTenant) -> list[int]:
-        """Return the indices of pages that are being loaded, or are shared and not mapped yet."""
         places = dict(zip(tenant.borrowed, tenant.at.weights(tenant.borrowed), strict=True))
         tenant.borrowed = {index for index, place in places.items() if not self.table.is_mapped(place)}
         return sorted(tenant.loading | tenant.borrowed)
 
     def place_rest(self, tenant: MappedTenant) -> None:
-        """Give a model its workspace, tables and sink. Maps none."""
         workspace = tenant.workspace_places()
         num_shared = min(len(workspace), len(self.workspace))
         for place, page in zip(workspace[:num_shared], self.workspace, strict=False):
@@ -183,7 +175,6 @@ class PageBooks:
         tenant.num_kv_pages, tenant.num_kv_blocks = len(sink), 1
 
     def make_free(self, num_wanted: int) -> None:
-        """Release pages that are mapped ahead for KV until `num_wanted` are free."""
         for tenant in self.tenants.values():
             num_more = num_wanted - self.table.num_free
             if num_more > 0 and tenant.num_ready_pages:
@@ -195,7 +186,6 @@ class PageBooks:
         tenant.num_ready_pages -= num_released
 
     def shared_weights(self) -> dict[ModelId, dict[int, int]]:
-        """Return the pages of weights that several models have: by model, then by index."""
         tenants = sorted(self.tenants.values(), key=lambda tenant: tenant.at.begin)
         addresses = [tenant.at.begin for tenant in tenants]
         shared: dict[ModelId, dict[int, int]] = {tenant.model: {} for tenant in tenants}
@@ -259,7 +249,6 @@ class PageBooks:
         return max((len(tenant.workspace_places()) for tenant in placed), default=0)
 
     def check(self, piece_places: Sequence[int]) -> None:
-        """Raise if the tenants contradict the page table. `piece_places`: those of adapters. For tests."""
         table = self.table
         places = [place for tenant in self.tenants.values() for place in tenant.all_places()]
         places += piece_places
@@ -294,7 +283,6 @@ def _check_tenant(tenant: MappedTenant) -> None:
 
 
 def lost_weights_bytes(books: PageBooks) -> int:
-    """Return the bytes behind the end of weights on their last pages; shared pages count once."""
     lost_bytes: dict[int, int] = {}
     for tenant in books.tenants.values():
         last = tenant.num_weights_pages - 1
@@ -351,10 +339,7 @@ def tails_of(
 def _last_owners(
     shared: Mapping[ModelId, Mapping[int, int]], costs: Mapping[ModelId, float]
 ) -> dict[int, ModelId | None]:
-    """Return for each shared page the model with which it comes free; None: not all may be evicted.
-
-    That is the most expensive of its models: the others are evicted before.
-    """
+    """Return for each shared page the model with which it comes free; None: not all may be evicted."""
     last: dict[int, ModelId | None] = {}
     for model, pages in shared.items():
         for page in pages.values():

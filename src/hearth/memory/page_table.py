@@ -211,7 +211,6 @@ class PageTable:
             yield run
 
     def check(self) -> None:
-        """Raise if a page is lost or in two states. Waits for a remapping under way."""
         with self._driver, self.lock:
             for page, places in enumerate(self._places):
                 assert bool(places) != (page in self._free), f"{page=} {places=} is free and not, or neither"

@@ -88,7 +88,6 @@ class Pages(Protocol):
 
 
 def remap_each(pages: Pages, runs: Sequence[PageRun]) -> Iterator[PageRun]:
-    """Implement `Pages.remap` by a call for each run."""
     for run in runs:
         if run.pages:
             pages.map(run.address, *run.pages)

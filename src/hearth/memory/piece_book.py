@@ -26,8 +26,6 @@ MAX_SHAPES = 1024
 
 @dataclass(frozen=True, slots=True)
 class PieceStretch:
-    """Adjacent pieces, in order."""
-
     begin: int  #: the place of the first one
     first: int  #: of the pieces
     end: int  #: the piece behind the last one
@@ -42,7 +40,6 @@ class PiecePlan:
 
     @staticmethod
     def in_a_row(sizes: Sequence[int], begin: int) -> PiecePlan:
-        """Return adjacent places for pieces of these sizes, on pages that are there."""
         rounded = _RoundedSizes.of(tuple(sizes))
         run = ByteRange(begin, begin + rounded.num_bytes)
         return PiecePlan((PieceStretch(begin, 0, len(rounded.sizes)),), rounded.sizes, (run,), ())
@@ -58,8 +55,6 @@ class PiecePlan:
 
 @dataclass(frozen=True, slots=True)
 class _RoundedSizes:
-    """Sizes of pieces, rounded up. The same for all adapters of one shape."""
-
     sizes: tuple[int, ...]
     num_bytes: int
     groups: tuple[tuple[int, int], ...]  #: sizes, and how many pieces of each follow each other
@@ -74,11 +69,7 @@ class _RoundedSizes:
 
 
 class _Rooms:
-    """Disjoint ranges of addresses, in order, no two of which touch. Mutable.
-
-    Steps wait while an adapter is placed or dropped, so these are two sorted lists of numbers for binary
-    search.
-    """
+    """Disjoint ranges of addresses, in order, no two of which touch. Mutable; sorted for binary search."""
 
     def __init__(self, begins: list[int], ends: list[int]) -> None:
         self.begins, self.ends = begins, ends
@@ -87,7 +78,6 @@ class _Rooms:
         return _Rooms(self.begins.copy(), self.ends.copy())
 
     def first_fit(self, num_bytes: int, first: int = 0) -> int | None:
-        """Return the first range from `first` on with at least `num_bytes`."""
         begins, ends = self.begins, self.ends
         for index in range(first, len(begins)):
             if ends[index] - begins[index] >= num_bytes:
@@ -95,7 +85,6 @@ class _Rooms:
         return None
 
     def take_out(self, part: ByteRange) -> None:
-        """Remove bytes that lie within one range."""
         index = bisect_right(self.begins, part.begin) - 1
         begin, end = self.begins[index], self.ends[index]
         assert begin <= part.begin < part.end <= end, f"{part=} {begin=} {end=}"
@@ -110,7 +99,6 @@ class _Rooms:
             del self.begins[index], self.ends[index]
 
     def add(self, part: ByteRange) -> None:
-        """Add bytes that lie in none of the ranges."""
         begin, end = part.begin, part.end
         low = high = bisect_right(self.begins, begin)
         if low and self.ends[low - 1] == begin:
@@ -124,8 +112,6 @@ class _Rooms:
 
 
 class PieceBook:
-    """Mutable; written only by the pool that owns it."""
-
     def __init__(self, page_bytes: int, num_slots: int) -> None:
         assert page_bytes % FACTOR_ALIGNMENT_BYTES == 0, f"{page_bytes=}"
         self._page_bytes, self._num_slots = page_bytes, num_slots
@@ -133,7 +119,6 @@ class PieceBook:
         self._bytes: dict[AdapterId, int] = {}  #: of their pieces: a worker asks often, and has thousands
         self._holes = _Rooms([], [])  #: bytes of pages that no piece has
         self._hole_bytes = 0
-        #: Addresses that no piece has, whether there is a page or not.
         self._rooms = _Rooms([0], [num_slots * page_bytes])
         self._num_runs: dict[int, int] = {}  #: by slot that has a page: at least one
 
@@ -142,7 +127,6 @@ class PieceBook:
         return set(self._num_runs)
 
     def bytes_by_owner(self) -> dict[AdapterId, int]:
-        """Return the bytes of each adapter's pieces, rounded up, in the order of their ids."""
         return dict(sorted(self._bytes.items()))
 
     def plan_of(self, owner: AdapterId) -> PiecePlan:
@@ -235,7 +219,6 @@ class PieceBook:
         return empty
 
     def check(self) -> None:
-        """Raise unless every byte of every page has one owner. For tests."""
         parts = [part for plan in self._plans.values() for part in plan.parts]
         assert self._bytes == {owner: sum(map(_size, plan.parts)) for owner, plan in self._plans.items()}
         holes, rooms = (
@@ -289,7 +272,6 @@ class PieceBook:
 
 
 def piece_bytes(num_bytes: int) -> int:
-    """Return the bytes that a piece takes with the alignment of kernels."""
     return -(-num_bytes // FACTOR_ALIGNMENT_BYTES) * FACTOR_ALIGNMENT_BYTES
 
 

@@ -27,8 +27,6 @@ _WINDOW = "window"
 
 @dataclass(frozen=True, slots=True)
 class PlacementNeed:
-    """Parts of a model that have no place. All of them are placed, or none."""
-
     model: ModelId
     tensors: tuple[Item, ...]  #: under their owners
     workspace_bytes: int
@@ -132,7 +130,6 @@ def _grow_common(draft: _PlacementDraft, need: PlacementNeed) -> bool:
 
 
 def _place_high(draft: _PlacementDraft, need: PlacementNeed, *, has_own: bool) -> bool:
-    """Place immovable parts at the end of the highest stretch that has room."""
     for stretch in _stretches(draft.books, draft.movable) if need.num_blocks else ():
         blocks = blocks_within(stretch[0].begin, stretch[-1].end, need.block_bytes)[-need.num_blocks :]
         if len(blocks) < need.num_blocks:
@@ -161,8 +158,10 @@ def _pack_rest(draft: _PlacementDraft, need: PlacementNeed, packer: Packer, *, h
     windows = () if has_blocks else _windows(need)
     if not items and not windows:
         return True
-    spans = list(draft.books)
-    packing = packer([_region(span, draft.movable) for span in spans], [*items, *windows])
+    regions = [
+        Region(span.begin, span.num_bytes, span.owner, _is_fixed(span, draft.movable)) for span in draft.books
+    ]
+    packing = packer(regions, [*items, *windows])
     if packing is None:
         return False
     draft.moves += packing.moves
@@ -177,16 +176,11 @@ def _pack_rest(draft: _PlacementDraft, need: PlacementNeed, packer: Packer, *, h
 
 
 def _windows(need: PlacementNeed) -> tuple[Item, ...]:
-    """Return bytes that hold the blocks wherever they begin."""
     if not need.num_blocks:
         return ()
     # The furthest that a boundary can be from the next block.
     ahead_bytes = need.block_bytes - gcd(need.block_bytes, ALIGNMENT_BYTES)
     return (Item(_WINDOW, aligned(ahead_bytes + need.num_blocks * need.block_bytes)),)
-
-
-def _region(span: Span, movable: Set[ModelId]) -> Region:
-    return Region(span.begin, span.num_bytes, span.owner, _is_fixed(span, movable))
 
 
 def _owner(key: Hashable) -> Owner:
@@ -207,7 +201,6 @@ def _is_fixed(span: Span, movable: Set[ModelId]) -> bool:
 
 
 def _stretches(regions: RegionList, movable: Set[ModelId]) -> Iterator[list[Span]]:
-    """Yield the spans between immovable regions, highest first. Skips empty stretches."""
     stretch: list[Span] = []
     for span in reversed(list(regions)):
         if not _is_fixed(span, movable):
@@ -246,7 +239,6 @@ def _room_at_begin(stretch: Sequence[Span], num_bytes: int) -> list[Move] | None
 
 
 def _passed(spans: Iterable[Span], num_bytes: int) -> tuple[list[Span], int]:
-    """Return the tensors before `num_bytes` of free bytes, and how many free bytes were found."""
     passed: list[Span] = []
     free_bytes = 0
     for span in spans:

@@ -30,8 +30,6 @@ from hearth.models.weights import TensorPlace
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes and layouts of a model, as far as a pool needs them."""
-
     digest: Digest  #: of the manifest
     stored: Layout  #: of the bytes in the file
     served: Layout  #: of the bytes that are computed with; differs from `stored` only if widened, on a CPU
@@ -47,8 +45,6 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class EvictionTerms:
-    """Terms on which weights of a model may be taken."""
-
     hold: Hold  #: weights are taken only from retained, warm and paused models
     cost_s_per_byte: (
         float  #: reload cost of one byte; among models with the same hold the cheapest goes first
@@ -77,7 +73,6 @@ class PieceRun:
 def piece_runs(
     plan: PiecePlan, sizes: Sequence[int], base: int, memory_at: Callable[[int, int], torch.Tensor]
 ) -> list[PieceRun]:
-    """Return the pieces of a plan, whose places are relative to `base`."""
     if plan.sizes != tuple(sizes):  # sizes were rounded up: there may be padding between pieces
         return [
             PieceRun(base + part.begin, (size,), memory_at)

@@ -31,8 +31,6 @@ class Use(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A part of a model, or an adapter, that has one region."""
-
     model: ModelId  #: empty for an adapter
     use: Use
     #: Of the tensor in its layout, of an extent's first block, of a table, a number of the adapter; 0 for a
@@ -62,7 +60,6 @@ class RegionList:
         assert num_bytes % ALIGNMENT_BYTES == 0 < num_bytes, f"{num_bytes=} is no number of whole regions"
         self.num_bytes = num_bytes
         self.free_bytes = num_bytes
-        #: Where regions begin, in order.
         self._begins = [0]
         #: Regions by where they begin. They touch and cover the memory; no two free ones are neighbours.
         self._span_by_begin = {0: Span(0, num_bytes, None)}
@@ -102,7 +99,6 @@ class RegionList:
         return self._span_by_begin[self._begin_by_owner[owner]]
 
     def take(self, span: Span) -> None:
-        """Give a span to its owner, out of one free region."""
         owner = span.owner
         assert owner is not None, f"{span} has no owner"
         assert owner not in self, f"{owner} has its region already"
@@ -130,7 +126,6 @@ class RegionList:
         return given
 
     def check(self) -> None:
-        """Raise unless the regions touch, cover the memory, and agree with their owners."""
         spans = list(self)
         assert (spans[0].begin, spans[-1].end) == (0, self.num_bytes), f"{spans[0]} .. {spans[-1]}"
         for before, after in pairwise(spans):
@@ -171,12 +166,10 @@ def aligned(num_bytes: int) -> int:
 
 
 def blocks_within(begin: int, end: int, block_bytes: int) -> range:
-    """Return the blocks that lie within these bytes as a whole."""
     return range(-(-begin // block_bytes), end // block_bytes)
 
 
 def bytes_around(blocks: range, block_bytes: int) -> ByteRange:
-    """Return the bytes of a run of blocks, rounded to region boundaries."""
     begin = blocks.start * block_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     return ByteRange(begin, aligned(blocks.stop * block_bytes))
 

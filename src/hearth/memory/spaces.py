@@ -1,8 +1,4 @@
-"""Which addresses each model has: the same in every process wherever possible. Maps nothing.
-
-A space is reserved whole. When its model is dropped it is kept for the next one; pages that are still mapped
-in it are unmapped when others are mapped there.
-"""
+"""Which addresses each model has: the same in every process wherever possible. Maps nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +47,6 @@ class SpaceAddresses:
         return self.begin <= place < self.begin + self.space_bytes
 
     def weights_index(self, place: int) -> int:
-        """Return the page of the weights at a place; of no use for places outside of the weights."""
         return (place - self.begin) // self.page_bytes
 
     def weights(self, pages: Iterable[int]) -> list[int]:
@@ -88,7 +83,6 @@ class Spaces:
 
     @property
     def is_full(self) -> bool:
-        """True if no space with an index is left. A process has few beyond those."""
         addresses = map(self._address, range(self._pages.num_spaces))
         return not self._idle and all(at in self._owned or at in self._refused for at in addresses)
 
@@ -121,7 +115,6 @@ class Spaces:
         self._idle.add(address)
 
     def close(self) -> None:
-        """Release all addresses. Nothing may be mapped at any of them."""
         for address in sorted(self._owned | self._idle):
             self._pages.free(address)
         self._owned.clear()

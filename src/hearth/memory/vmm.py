@@ -142,7 +142,6 @@ class MappedPool:
         return freed_bytes
 
     def take_workspaces(self, most: Hold) -> int:
-        """All models share the pages of one workspace: there is nothing to take."""
         return 0
 
     def retire(self, model: ModelId) -> None:

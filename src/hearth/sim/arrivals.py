@@ -22,8 +22,6 @@ class RequestLength:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths that requests are drawn from with equal probability."""
-
     choices: tuple[RequestLength, ...]
 
     def __post_init__(self) -> None:
@@ -46,8 +44,6 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class CountedPeriod:
-    """A time in which one tenant sent a number of requests, at unknown times."""
-
     tenant: str
     begin_s: float
     length_s: float
@@ -60,8 +56,6 @@ class CountedPeriod:
 
 @dataclass(frozen=True, slots=True)
 class RatedPeriod:
-    """A time in which one tenant sends requests at a rate, with Gamma-distributed gaps."""
-
     tenant: str
     begin_s: float
     length_s: float

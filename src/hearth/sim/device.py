@@ -18,12 +18,9 @@ NUM_UNITS = 32
 
 @dataclass(slots=True)
 class DeviceWeights:
-    """The units of one version of a model that have a place. Mutable; written by the device."""
-
     digest: str
     units: tuple[int, ...]  #: bytes of each, in forward order
     num_units: int  #: the first so many have a place on the device
-    #: Bytes of the first so many units.
     _bytes_by_num: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -31,17 +28,14 @@ class DeviceWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the units that have a place."""
         return self._bytes_by_num[self.num_units]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all units."""
         return self._bytes_by_num[-1]
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """Bytes of each unit that has a place, in the order of eviction."""
         return self.units[: self.num_units][::-1]
 
 
@@ -83,7 +77,6 @@ class DeviceMemory:
         return self.count_bytes(model) - there_bytes
 
     def place_other(self, model: ModelId, own_bytes: int, workspace_bytes: int) -> None:
-        """Set what a hosted model takes beside its weights, and its workspace, which is shared."""
         self._other_bytes[model], self._workspace_bytes[model] = own_bytes, workspace_bytes
 
     def resize_other(self, model: ModelId, more_bytes: int) -> None:
@@ -97,12 +90,10 @@ class DeviceMemory:
             del self.weights[model]
 
     def truncate(self, model: ModelId, num_bytes: int) -> None:
-        """Remove units from the end of a model's weights until it has at most `num_bytes`."""
         while (weights := self.weights.get(model)) is not None and weights.num_bytes > num_bytes:
             self.take_units(model, 1)
 
     def free_other(self, model: ModelId) -> None:
-        """Free all of a model but its weights."""
         self._other_bytes.pop(model, None)
         self._workspace_bytes.pop(model, None)
 
@@ -111,7 +102,6 @@ class DeviceMemory:
         self.free_other(model)
 
     def rounded(self, num_bytes: int) -> int:
-        """Return what weights of `num_bytes` take of the device."""
         page_bytes = self._page_bytes
         return num_bytes if page_bytes is None else -(-num_bytes // page_bytes) * page_bytes
 

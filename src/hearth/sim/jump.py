@@ -1,8 +1,4 @@
-"""Calls of engines that a simulation skips, because their steps only decode. Changes no engine.
-
-The result is as if every call were made: ready models share the device by `StepSharing`, each call launches a
-step and waits for the one before, and a step begins when the device is free.
-"""
+"""Calls of engines that a simulation skips, because their steps only decode. Changes no engine."""
 
 from __future__ import annotations
 
@@ -30,10 +26,7 @@ class JumpedCall:
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """Consecutive calls that are skipped once they are over.
-
-    An order that comes meanwhile cuts off those that have not begun.
-    """
+    """Consecutive calls that are skipped once they are over."""
 
     ready: Sequence[ModelId]  #: those that share the device meanwhile
     calls: list[JumpedCall]

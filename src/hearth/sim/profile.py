@@ -1,8 +1,6 @@
-"""How long steps, loads and switches take on a simulated machine.
+"""How long steps, loads and switches take on a simulated machine, as `python -m bench.profile` measured it.
 
-`python -m bench.profile` measures a machine and writes the file; `profiles/` has some. A snapshot has one of
-its own model. A model that was not measured is scaled from the nearest by bytes: its steps with the weights,
-and reading KV with the KV per token.
+A model that was not measured is scaled from the nearest by bytes.
 """
 
 from __future__ import annotations
@@ -25,14 +23,11 @@ _KEPT = Path(__file__).parent / "profiles"
 #: Names such as `7B` and `0.5B` are sizes: billions of parameters.
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)[Bb]")
 
-#: Of weights, by how they are stored.
 _PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class LeastSeconds:
-    """The least seconds of a step, which the host takes for it."""
-
     step_s: float = 0.0
     told_s: float = 0.0  #: that an engine's timer tells of one that waits for the host, at most
 
@@ -47,8 +42,6 @@ NO_LEAST = LeastSeconds()
 
 @dataclass(frozen=True, slots=True)
 class ShapeProfile:
-    """One model on the machine of a profile."""
-
     name: str
     weights_bytes: int
     kv_bytes_per_token: int
@@ -60,17 +53,13 @@ class ShapeProfile:
     with_prompts: LeastSeconds  #: of steps with prompts
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        """Return the seconds of a step.
+        """Return the seconds of a step; as many rows as tokens: all of them decode.
 
-        Args:
-            num_tokens: computed by the step, over all rows.
-            num_rows: sequences. As many as tokens: all of them decode.
-            context_tokens: that the rows attend to, their own included, over all rows.
+        `context_tokens`: those that the rows attend to, their own included, over all rows.
         """
         return self.host_step_s + self.times.step_s(num_tokens, num_rows, context_tokens)
 
     def device_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        """Return the seconds of a step by an engine's timer."""
         return self.device_times.step_s(num_tokens, num_rows, context_tokens)
 
 
@@ -85,7 +74,6 @@ class Profile:
         self.assemble_s = measured.assemble_s
         self.request_s = measured.request_s
         self.wake_s = measured.wake_s
-        #: Of every step while bytes cross.
         self.beside_load = LeastSeconds.of(measured.beside_load_s, measured.beside_load_told_s)
         self.return_s = measured.return_s
         self.shapes: Mapping[str, ShapeProfile] = {one.name: self._shape(one) for one in measured.shapes}
@@ -139,7 +127,6 @@ class Profile:
         return self.scaled(name, weights_bytes, kv_bytes)
 
     def scaled(self, name: str, weights_bytes: int, kv_bytes_per_token: int) -> ShapeProfile:
-        """Return a model of these sizes, scaled from the nearest measured one."""
         nearest = self._nearest(weights_bytes)
         weights, kv = weights_bytes / nearest.weights_bytes, kv_bytes_per_token / nearest.kv_bytes_per_token
         return replace(
@@ -174,7 +161,6 @@ def _as_timed(step: MeasuredStep) -> MeasuredStep:
 
 
 def kept_names() -> list[str]:
-    """Return the names of the built-in profiles."""
     return sorted(path.stem for path in _KEPT.glob("*.json"))
 
 
@@ -188,7 +174,6 @@ def _read(path: Path) -> MeasuredProfile:
 
 
 def _check(measured: MeasuredProfile, where: str) -> None:
-    """Raise ConfigError if fields contradict each other."""
     names = [shape.name for shape in measured.shapes]
     if len(set(names)) < len(names):
         raise ConfigError(f"{where}: `shapes` names a model twice: {', '.join(names)}")

@@ -86,7 +86,6 @@ class SimulatedBooks:
         )
 
     def due_in_s(self, model: ModelId) -> float:
-        """Return in how many seconds the next token of a model is due."""
         due_s = math.inf if self._turns is None else self._turns.due_s(model)
         return 0.0 if math.isinf(due_s) else max(0.0, due_s - self.now_s)
 
@@ -97,7 +96,6 @@ class SimulatedReclaimer:
     def __init__(
         self, budget_bytes: int, hosted: Mapping[ModelId, SteppedModel], turns: TurnPolicy | None
     ) -> None:
-        """`hosted`: the hosted models, owned by the worker."""
         self.device = DeviceMemory(budget_bytes, PAGE_BYTES)
         self.books = SimulatedBooks(hosted, turns)
         self.policy = ReclaimPolicy(self.books, keeps_addresses=True)
@@ -111,7 +109,6 @@ class SimulatedReclaimer:
         return num_bytes - self.device.count_bytes(model)
 
     def is_incomplete(self, model: ModelId) -> bool:
-        """True if a hosted model must be loaded before it can step."""
         hosted = self._hosted[model]
         return not hosted.is_assembled or not hosted.engine.kv.is_placed or self.missing_bytes(model) > 0
 
@@ -155,7 +152,6 @@ class SimulatedReclaimer:
         return self.device.place_front(model, profile.digest, profile.num_bytes, num_bytes)
 
     def retire(self, model: ModelId, hosted: SteppedModel) -> None:
-        """Take back all memory of an idle model but its loaded weights."""
         if hosted.load is not None:
             self.device.truncate(model, self.device.count_bytes(model) - hosted.load.num_bytes)
         hosted.engine.kv.clear_all()
@@ -189,7 +185,6 @@ class SimulatedReclaimer:
         )
 
     def skip(self, model: ModelId, steps: Sequence[StepSeconds], flight_end_s: float) -> None:
-        """Skip steps of a model that only decode, with the memory that they take."""
         engine = self._hosted[model].engine
         before_bytes = engine.kv.num_bytes
         engine.skip(steps, self.device.free_bytes, flight_end_s)
@@ -228,7 +223,6 @@ class SimulatedReclaimer:
         return len(order.extent)
 
     def _take(self, order: TakeWeights) -> int:
-        """Take weights as a pool does, cheapest first."""
         coming = {self.policy.placing, *(name for name, one in self._hosted.items() if one.load is not None)}
         tails = [
             Tail(model, hold, cost_s_per_byte, weights.tail)

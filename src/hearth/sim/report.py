@@ -11,8 +11,6 @@ from hearth.sim.service import SimulatedService
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Becomes JSON."""
-
     p50: float
     p90: float
     p99: float
@@ -20,7 +18,6 @@ class Percentiles:
 
     @staticmethod
     def of(values: Sequence[float]) -> Percentiles | None:
-        """Return the percentiles of values; None if there are none."""
         if not values:
             return None
         ranked = sorted(values)
@@ -56,7 +53,6 @@ class SimulationReport:
 
 
 def report_of(service: SimulatedService) -> SimulationReport:
-    """Return the figures of a service whose requests have all ended."""
     answers, workers = list(service.answers.values()), list(service.workers.values())
     on_time = service.setting.on_time
     num_on_time = [answer.count_on_time(on_time.first_token_s, on_time.tokens_per_s) for answer in answers]

@@ -19,10 +19,9 @@ def simulate(
     profile: Profile,
     on_progress: Callable[[int], None] | None = None,
 ) -> SimulationReport:
-    """Answer all requests of a trace, whose tenants are models, with a simulated service; return the figures.
+    """Answer all requests of a trace, whose tenants are models; return the figures. Deterministic.
 
-    Deterministic. `on_progress` gets the number of answered requests. Raises AssertionError if a request does
-    not end exactly once, or books are wrong at the end.
+    `on_progress` gets the number of answered requests.
 
     Raises:
         ConfigError: a tenant is no model, or a model has no shape in the profile.

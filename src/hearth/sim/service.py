@@ -60,8 +60,6 @@ from hearth.sim.traces import TracedRequest
 
 @dataclass(slots=True)
 class SimulatedAnswer:
-    """One request and its tokens so far. Mutable; written by its simulation."""
-
     request_id: RequestId
     model: ModelId
     arrived_s: float
@@ -79,12 +77,10 @@ class SimulatedAnswer:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds from the arrival to the first token, which must exist."""
         return self.token_s[0] - self.arrived_s
 
     @property
     def completion_s(self) -> float:
-        """Seconds from the arrival to the end, which must exist."""
         assert self.ended_s is not None, f"not ended: {self}"
         return self.ended_s - self.arrived_s
 
@@ -133,7 +129,6 @@ class SimulatedService:
         profile: Profile,
         watch: Callable[[WorkerFact], None] | None = None,
     ) -> None:
-        """`watch` gets every fact of every worker first."""
         self.setting, self.profile, self._watch = setting, profile, watch
         takes_turns = setting.policy is Policy.TURNS
         self.fleet = Fleet(BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns))
@@ -184,7 +179,6 @@ class SimulatedService:
         self._push(event.now_s, event)
 
     def run(self) -> None:
-        """Run until every request has ended and every worker is idle."""
         while self.num_open:
             assert self._queue, f"requests wait for nothing: {self._open()[:5]}"
             at_s, _, what = heapq.heappop(self._queue)
@@ -199,7 +193,6 @@ class SimulatedService:
                 self._advance(what, at_s)
 
     def check(self) -> None:
-        """Raise AssertionError if books are wrong or a request is lost."""
         assert self.num_open == len(self._open()), f"{self.num_open=} {self._open()[:5]}"
         audit(self.fleet)
         running = list[RequestId]()
@@ -219,7 +212,6 @@ class SimulatedService:
     # Workers.
 
     def _advance(self, name: WorkerId, at_s: float) -> None:
-        """Advance a worker, unless it got an order since or is gone."""
         worker = self.workers.get(name)
         if worker is None or worker.next_s != at_s:
             return
@@ -257,7 +249,6 @@ class SimulatedService:
     # The brain.
 
     def _happen(self, event: Event) -> None:
-        """Process an event, and admit requests that the gate held back."""
         if isinstance(event, RequestArrived) and self.answers[event.request_id].ended_s is not None:
             return  # its client has gone while it was on its way
         if self._gate is None:
@@ -272,7 +263,6 @@ class SimulatedService:
                 self._tell(replace(arrival, now_s=self.now_s))
 
     def _tell(self, event: Event) -> None:
-        """Follow an event, step the brain, and carry out its actions."""
         self._follow(event)
         for action in step(self.fleet, event):
             self._carry_out(action)

@@ -41,14 +41,11 @@ TYPICAL = Dimensions(
 TYPICAL_DTYPE = "bfloat16"
 #: The kind of all simulated devices: memory is mapped by pages, and one workspace serves all models.
 KIND = "cuda"
-#: As `EngineConfig` has it.
 DEFAULT_MAX_STEP_S = 0.1
 _MODELS = re.compile(r"([^*,\s]+)(?:\*([1-9]\d*))?")
 
 
 class Policy(StrEnum):
-    """How models that do not fit together share a worker."""
-
     TURNS = "turns"  #: by time
     DRAIN = "drain"  #: who waits too long has a busy model end first
     ONE_AT_A_TIME = "one-at-a-time"  #: in order of arrival, one model alone
@@ -56,8 +53,6 @@ class Policy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OnTime:
-    """When tokens count as on time."""
-
     first_token_s: float = 1.0  #: after the arrival
     tokens_per_s: float = 10.0  #: from then on
 
@@ -82,7 +77,6 @@ class SimulationSetting:
         return step_limits(self.wanted_limits, TYPICAL, TYPICAL_DTYPE, KIND, self.memory_bytes)
 
     def model_profile(self, model: ModelId, shape: ShapeProfile) -> ModelProfile:
-        """Return the brain's profile of a model of this shape."""
         limits = self.limits
         size = StepSize.of(limits, KIND)
         shared_bytes = _in_pages(workspace_bytes(TYPICAL, TYPICAL.layers, TYPICAL_DTYPE, size))

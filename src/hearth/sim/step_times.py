@@ -1,19 +1,15 @@
 """How long a step of an engine takes, from measured steps.
 
-A step has decode rows, prompt tokens, or both, and is one graph of a GPU either way:
-
     rows_s(rows) + context_s_per_token * context                           decode rows alone
     max(rows_s(rows), tokens_s(tokens)) + context_s_per_token * context    prompts, also beside decode rows
     start_s                                                                more, if no step ran before
 
 `rows_s` and `tokens_s` are monotone lines through measurements; reading one token of KV costs the same
-everywhere. So more rows, tokens or context never make a step shorter. Attention among a prompt's tokens is in
-`tokens_s`; attention to earlier context costs one read, which is too little for the later chunks of very long
-prompts.
+everywhere. So more rows, tokens or context never make a step shorter. Attention to earlier context costs one
+read, which is too little for the later chunks of very long prompts.
 
-Steps are launched one ahead of the device, so the host's part overlaps with the step before. The first step
-of an idle engine has none before it: `start_s` is what prompts alone took longer than the same tokens beside
-decode rows.
+Steps are launched one ahead of the device, so the host's part overlaps with the step before. `start_s` is
+what prompts alone took longer than the same tokens beside decode rows.
 """
 
 from __future__ import annotations
@@ -68,7 +64,6 @@ class StepTimes:
 
     @staticmethod
     def fitted(steps: Sequence[MeasuredStep]) -> StepTimes:
-        """Fit the times to measured steps of both kinds."""
         decode = [step for step in steps if step.num_tokens == step.num_rows]
         prompts = [step for step in steps if step.num_tokens > step.num_rows]
         slope = _context_slope(decode)
@@ -82,7 +77,6 @@ class StepTimes:
         return replace(_with_prompts(rows_s, following, slope), start_s=start_s)
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        """Return the seconds of a step that follows another."""
         context_s = self.context_s_per_token * context_tokens
         if num_tokens == num_rows:
             return self.rows_s.at(num_rows) + context_s
@@ -94,7 +88,6 @@ class StepTimes:
         return step_s + self.start_s if _is_first(step) else step_s
 
     def scaled(self, weights: float, kv: float) -> StepTimes:
-        """Return the times of a model with these multiples of weights and KV."""
         return replace(
             self,
             rows_s=self.rows_s.scaled(weights),
@@ -140,7 +133,6 @@ def _context_slope(steps: Sequence[MeasuredStep]) -> float:
 
 
 def _means(steps: Iterable[tuple[int, MeasuredStep]], slope: float) -> dict[float, float]:
-    """Return the mean seconds without context, by key."""
     return {
         key: fmean(step.seconds - slope * step.context_tokens for step in group)
         for key, group in _grouped(steps).items()

@@ -30,8 +30,6 @@ class StepSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched and not committed."""
-
     plan: StepPlan
     seconds: StepSeconds
     end_s: float
@@ -48,19 +46,13 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """The launch of a step, beyond the measured times of steps."""
-
     host_s: float
     is_eager: bool  #: kernel by kernel: the device computes meanwhile
     is_timed: bool  #: the step is neither captured nor the first one behind a load, as on a live worker
 
 
 class SteppedGraphs:
-    """Step sizes with captured graphs, by rows and by whether there are prompts. Mutable.
-
-    The first step of a size captures it, unless it is behind a load: that step runs kernel by kernel, because
-    a request waits for its token.
-    """
+    """Step sizes with captured graphs, by rows and by whether there are prompts. Mutable."""
 
     def __init__(self, limits: StepLimits) -> None:
         self._decode, self._mixed = decode_sizes(limits), mixed_sizes(limits)
@@ -91,30 +83,24 @@ class SteppedKv:
 
     @property
     def is_placed(self) -> bool:
-        """True if the model has its sink, from its load until it is retired."""
         return self._num_pages > 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages, the sink included."""
         return self._num_pages * self.range.page_bytes
 
     def max_growth(self, free_bytes: int) -> int:
-        """Return how many blocks more fit into `free_bytes`."""
         return self.range.num_blocks(self._num_pages + free_bytes // self.range.page_bytes) - self._num_blocks
 
     def place_sink(self) -> None:
-        """Take the pages of the sink, unless the model has them."""
         if not self.is_placed:
             self._num_pages, self._num_blocks = self.range.sink_pages, 1
 
     def extents(self) -> list[range]:
-        """Return the blocks that can be taken back next: those of the last page."""
         num_left = self.range.one_less(self._num_pages)
         return [] if num_left is None else [range(self.range.num_blocks(num_left), self._num_blocks)]
 
     def grow(self, num_blocks: int, free_bytes: int) -> int:
-        """Take free pages until there are `num_blocks` more, or none is free; return how many blocks."""
         num_before, max_bytes = self._num_blocks, self.num_bytes + free_bytes
         while self._num_blocks < num_before + num_blocks:
             end = self.range.num_blocks(self._num_pages)
@@ -137,7 +123,6 @@ class SteppedKv:
         return True
 
     def clear_all(self) -> None:
-        """Give back all KV of an idle model, the sink included."""
         self._batch.remove_all()
         self._num_pages = self._num_blocks = 0
 
@@ -190,7 +175,6 @@ class SteppedEngine:
         self.batcher.add(request.in_line(pace, arrived_s, now_s))
 
     def computes_first_tokens(self, now_s: float) -> bool:
-        """True if all steps that newcomers wait for are launched and not yet computed."""
         flight = self.flight
         return flight is not None and flight.end_s > now_s and self.batcher.newcomers_are_planned
 
@@ -231,11 +215,6 @@ class SteppedEngine:
         least: LeastSeconds,
         timed_start_s: float = 0.0,
     ) -> StepSeconds:
-        """Return how long a step with a graph takes: `least` or longer.
-
-        The timer includes `timed_start_s` of its launch, while the device was idle. It also includes the
-        launch of a step that waits for the host.
-        """
         shape, sizes = self.shape, (num_tokens, num_rows, context_tokens)
         if num_tokens > num_rows and shape.with_prompts.step_s > least.step_s:
             least = shape.with_prompts
@@ -244,7 +223,6 @@ class SteppedEngine:
         return StepSeconds(max(least.step_s, shape.step_s(*sizes)), max(timed_start_s + device_s, waited_s))
 
     def _launched(self, plan: StepPlan, *, is_loading: bool) -> _Launch:
-        """Return how a step is launched; it is captured unless it is the first one behind a load."""
         is_behind, self.is_behind_load = self.is_behind_load, is_loading
         has_graph = self._graphs.has(plan)
         if is_loading or (is_behind and not has_graph):
@@ -256,7 +234,6 @@ class SteppedEngine:
         return _Launch(capture_s, is_eager=False, is_timed=not capture_s)
 
     def flush(self) -> Flight | None:
-        """Return the step in flight, which is no longer."""
         awaited, self.flight = self.flight, None
         return awaited
 

@@ -16,8 +16,6 @@ from hearth.sim.stepped_engine import SteppedEngine
 
 @dataclass(frozen=True, slots=True)
 class HostOrder:
-    """Host a model: the brain's order, with what a live worker reads from the model's files."""
-
     load: LoadModel
     profile: ModelProfile
     shape: ShapeProfile
@@ -26,8 +24,6 @@ class HostOrder:
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """Run a request to the end of its answer."""
-
     request_id: RequestId
     model: ModelId
     num_prompt_tokens: int
@@ -42,8 +38,6 @@ WorkerOrder = HostOrder | StartOrder | Evict | SetHold | CancelRun
 
 @dataclass(frozen=True, slots=True)
 class TokensSent:
-    """Requests of a model got a token each, at each of these times."""
-
     at_s: Sequence[float]
     request_ids: tuple[RequestId, ...]
 
@@ -58,12 +52,9 @@ class RequestsStarted:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Requests of a model wait, because its turn ended."""
-
     request_ids: tuple[RequestId, ...]
 
 
-#: Events for the brain, and facts that only reports of the simulation need.
 WorkerFact = Event | TokensSent | RequestsStarted | Paused
 
 
@@ -82,8 +73,6 @@ class LoadUnderWay:
 
 @dataclass(slots=True)
 class SteppedModel:
-    """A hosted model. Mutable; written by its worker."""
-
     order: HostOrder
     engine: SteppedEngine
     is_assembled: bool = False  #: its engine exists: since its first load

@@ -1,10 +1,9 @@
 """A simulated worker that makes every step, in virtual time.
 
 Turns, evictions, batches and the order of steps are decided by the code of a live worker (`policy/turns`,
-`policy/memory`, `policy/batch`). This only carries the decisions out: a step takes as long as a measured
-profile says, a load as long as its missing bytes. As on a live worker a step is launched before the one
-before it is committed, and orders wait until a call of an engine has ended. Calls that only decode are
-skipped. For thousands of workers, whose requests take a drawn time, there is `worker.py`.
+`policy/memory`, `policy/batch`). A step takes as long as a measured profile says, a load as long as its
+missing bytes. A step is launched before the one before it is committed, and orders wait until a call of an
+engine has ended. Calls that only decode are skipped.
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ MAX_RETIRED = 16
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of an engine: it launches a step, and ends with the step before."""
-
     model: ModelId
     began_s: float
     end_s: float
@@ -75,7 +72,6 @@ class SteppedWorker:
         max_step_s: float,
         rules: TurnRules | None,
     ) -> None:
-        """`rules`: None if no turns are taken."""
         self.name = name
         self.hosted: dict[ModelId, SteppedModel] = {}
         self.turns = None if rules is None else TurnPolicy(budget_bytes, rules=rules)
@@ -86,7 +82,6 @@ class SteppedWorker:
         self.num_loads = self.num_steps = self.num_preempted = 0
         self._profile, self._limits, self._max_step_s = profile, limits, max_step_s
         self._readiness, self._sharing = StepReadiness(), StepSharing()
-        #: Engines of evicted models.
         self._retired: dict[ModelId, SteppedEngine] = {}
         self._inbox: deque[WorkerOrder] = deque()
         self._running: _Call | Jump | None = None
@@ -108,7 +103,6 @@ class SteppedWorker:
         return self._news_s()
 
     def _news_s(self) -> float:
-        """Return when a load ends or may be followed, or turns must be decided."""
         loads = [one.load for one in self.hosted.values() if one.load is not None]
         follows = [load.follow_s for load in loads if load.follow_s > self._now_s]
         wake_s = math.inf if self.turns is None else max(self._now_s, self.turns.wake_s)
@@ -124,7 +118,6 @@ class SteppedWorker:
             self._running.cut(now_s)
 
     def advance(self, now_s: float) -> list[WorkerFact]:
-        """Do everything that is due by now; return the facts."""
         self._now_s = self.reclaimer.books.now_s = now_s
         if self._running is None or self._running.end_s <= now_s:
             self._end_running()
@@ -148,7 +141,6 @@ class SteppedWorker:
         return [TokensSent([call.end_s], call.request_ids) for call in calls if call.end_s <= now_s]
 
     def check(self) -> None:
-        """Raise AssertionError if the device is overcommitted or a promise is broken."""
         device = self.reclaimer.device
         assert device.free_bytes >= 0, f"`{self.name}`: {device.free_bytes=}"
         if self.turns is not None:
@@ -285,7 +277,6 @@ class SteppedWorker:
         assert self.turns.wake_s > self._now_s, f"the timer is not in the future: {self.turns.wake_s=}"
 
     def _weights_view(self, model: ModelId) -> WeightsView:
-        """Return how long a model takes to load, by its past loads."""
         hosted = self.hosted[model]
         byte_s = self.reclaimer.costs.load_s_per_byte(model)
         missing_bytes = self.reclaimer.missing_bytes(model) if hosted.load is None else hosted.load.num_bytes
@@ -299,7 +290,6 @@ class SteppedWorker:
     # Loads.
 
     def _load(self, model: ModelId) -> None:
-        """Load what is missing of a model, unless it is being loaded; may evict others."""
         hosted = self.hosted[model]
         if hosted.load is not None or self._is_loaded(model):
             return
@@ -318,13 +308,11 @@ class SteppedWorker:
         hosted.load = LoadUnderWay(begin_s, end_s, num_bytes)
 
     def _first_s(self, hosted: SteppedModel) -> float:
-        """Return the time before the first load of a newly hosted model can begin."""
         if not hosted.is_assembled:
             return self._profile.assemble_s
         return self._profile.return_s if hosted.is_returning else 0.0
 
     def _load_front(self) -> None:
-        """Prefetch the first missing bytes of the next model in line."""
         if self.turns is None or self._is_any_loading():
             return
         line = self.turns.next_in_line(self._now_s)
@@ -336,7 +324,6 @@ class SteppedWorker:
             self.hosted[model].load = LoadUnderWay(begin_s, end_s, num_bytes, is_front=True)
 
     def _transfer(self, num_bytes: int, begin_s: float) -> float:
-        """Return the end of a transfer that begins at `begin_s`."""
         self._bus_free_s = begin_s + self._profile.give_way_s + self._bytes_s(num_bytes)
         return self._bus_free_s
 
@@ -363,7 +350,6 @@ class SteppedWorker:
         self._complete(model, hosted, load)
 
     def _complete(self, model: ModelId, hosted: SteppedModel, load: LoadUnderWay) -> None:
-        """Note that all weights of a model are there after a load, which may have been empty."""
         hosted.is_assembled, hosted.is_returning = True, False
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)
@@ -374,7 +360,6 @@ class SteppedWorker:
     # Steps.
 
     def _begin_step(self) -> None:
-        """Call the engine of the next model, if any has something to compute."""
         while ready := self._readiness.ready(self._busy(), self.reclaimer.policy.generation):
             if (jump := self._plan_jump(ready)) is not None:
                 self._running = jump
@@ -431,18 +416,14 @@ class SteppedWorker:
             case None:
                 pass
             case _Call():
-                self._end_call(running)
+                self._sharing.stepped(running.model, running.end_s - running.began_s)
+                self._take_in(running.model, running.awaited)
             case Jump():
                 self._end_jump(running)
             case _:
                 assert_never(running)
 
-    def _end_call(self, call: _Call) -> None:
-        self._sharing.stepped(call.model, call.end_s - call.began_s)
-        self._take_in(call.model, call.awaited)
-
     def _take_in(self, model: ModelId, awaited: Flight | None) -> None:
-        """Commit a step that was waited for: send its tokens and end requests."""
         hosted = self.hosted[model]
         ended = list[RequestId]()
         if awaited is not None:

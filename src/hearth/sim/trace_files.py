@@ -138,14 +138,11 @@ def _read_requests(path: Path, columns: _RequestColumns) -> Trace:
 
 
 def _length(line: _Line, columns: _RequestColumns) -> RequestLength | None:
-    """Return the length of a request; None if it failed."""
     num_input, num_output = line.read(columns.input, _count), line.read(columns.output, _count)
     return RequestLength(num_input, num_output) if num_input and num_output else None
 
 
 def _minutes(tenant: str) -> Callable[[Iterator[_Line]], Iterator[Period]]:
-    """Return a reader of lines with a column for each minute, numbered from 1."""
-
     def read(lines: Iterator[_Line]) -> Iterator[Period]:
         for line in lines:
             minutes = [name for name in line.fields if name.isdecimal()]
@@ -173,7 +170,6 @@ def _rates(lines: Iterator[_Line]) -> Iterator[Period]:
             yield RatedPeriod(tenant, begin_s, SERVEGEN_S, rate, cv)
 
 
-#: By the columns that a file must have: how its periods are read.
 _PERIODS: dict[tuple[str, ...], Callable[[Iterator[_Line]], Iterator[Period]]] = {
     ("func", "1"): _minutes("func"),
     ("HashFunction", "1"): _minutes("HashFunction"),
@@ -193,7 +189,6 @@ def _read_header(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    """Yield all lines after the header."""
     rows = _rows(path)
     header = next(rows).fields
     for row in rows:
@@ -204,7 +199,6 @@ def _lines(path: Path) -> Iterator[_Line]:
 
 
 def _rows(path: Path) -> Iterator[_Row]:
-    """Yield all lines that are not empty."""
     try:
         with _open_text(path) as file:
             reader = csv.reader(file, strict=True)

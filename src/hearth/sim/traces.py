@@ -35,7 +35,6 @@ class Trace:
 
     @property
     def tenants(self) -> list[str]:
-        """Tenants, the busiest first; equal ones by name."""
         counts = Counter(request.tenant for request in self.requests)
         return sorted(counts, key=lambda tenant: (-counts[tenant], tenant))
 
@@ -56,13 +55,11 @@ class Trace:
         )
 
     def at_speed(self, speed: float) -> Trace:
-        """Return the same requests at a multiple of the speed."""
         if not 0.0 < speed < math.inf:
             raise ConfigError(f"the speed of a trace is above 0, given: {speed:g}")
         return Trace(self.name, tuple(replace(one, arrival_s=one.arrival_s / speed) for one in self.requests))
 
     def cut(self, max_input_tokens: int | None = None, max_output_tokens: int | None = None) -> Trace:
-        """Return the same requests with limited lengths; None: no limit."""
         for name, limit in (("max_input_tokens", max_input_tokens), ("max_output_tokens", max_output_tokens)):
             if limit is not None and limit < 1:
                 raise ConfigError(f"`{name}` leaves at least 1 token, given: {limit}")
@@ -79,11 +76,7 @@ class Trace:
         )
 
     def mapped(self, models: Sequence[str]) -> Trace:
-        """Return the same requests, each for a model instead of from a tenant.
-
-        The busiest tenant gets the first model, and so on, round robin. Tenants are ranked by these requests:
-        map a trace before a window of it to rank by all of it.
-        """
+        """Return the same requests, each for a model, round robin by tenants, the busiest of these first."""
         if not models:
             raise ConfigError("a trace is mapped to at least 1 model, given: none")
         model_of = {tenant: models[rank % len(models)] for rank, tenant in enumerate(self.tenants)}

@@ -37,11 +37,6 @@ class BatchKv:
         )
 
     def wanted_blocks(self) -> int:
-        """Return how many blocks the next plan would allocate if there were enough.
-
-        A prompt counts as a whole, because it is not admitted without room for all of it. Prompts with the
-        same beginning count as if they shared no blocks.
-        """
         self._books.settle()
         blocks = self._blocks
         tokens_left, num_wanted = self._limits.max_batch_tokens, 0
@@ -63,7 +58,6 @@ class BatchKv:
         return num_wanted
 
     def _admissible(self) -> Iterator[LiveSequence]:
-        """Yield the sequences that could start if there were blocks, also by preempting for a slot."""
         yield from self._sequences.next_in_line()
         first = self._sequences.first_waiting()
         if first is not None and not self._sequences.has_free_slot and self._sequences.behind(first):
@@ -78,11 +72,9 @@ class BatchKv:
         return self._blocks.num_cached - len(self._blocks.cached_among(hits))
 
     def add(self, extent: range) -> None:
-        """Add blocks, whose content is arbitrary."""
         self._blocks.add(extent)
 
     def remove_all(self) -> None:
-        """Remove all blocks. No sequence may be running."""
         self._books.settle()
         self._blocks.remove_all()
 

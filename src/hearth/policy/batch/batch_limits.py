@@ -32,7 +32,6 @@ class RequestLimits:
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and output of any request."""
         return min(self.max_context, self.kv_tokens)
 
     def check(self, request: EngineRequest) -> None:
@@ -63,7 +62,6 @@ class RequestLimits:
             )
 
     def length_of(self, request: EngineRequest) -> int:
-        """Return the limit of prompt and output tokens of a request, within its `max_tokens`."""
         max_tokens = request.sampling.max_tokens
         if max_tokens is None:
             return self.max_length

@@ -143,7 +143,6 @@ class Batcher:
         return plan
 
     def _in_the_way(self) -> list[LiveSequence]:
-        """Return the running sequences to preempt so that the first waiting one can start."""
         first = self._sequences.first_waiting()
         if first is None or not (behind := self._sequences.behind(first)):
             return []
@@ -210,7 +209,6 @@ class Batcher:
         return True
 
     def _preempt(self, sequence: LiveSequence) -> None:
-        """Move a running sequence back to the queue, with nothing but its tokens."""
         self._last_decode = NOTHING_DECODED  # which names the slot that it loses
         self._late_books.publish_committed(sequence)
         self.settle()
@@ -315,12 +313,10 @@ class Batcher:
 
     @property
     def has_newcomer(self) -> bool:
-        """True if an interactive request that runs, or could, waits for its first token."""
         return self._has_newcomer_to_start or self._sequences.awaits_first_token
 
     @property
     def newcomers_are_planned(self) -> bool:
-        """True if newcomers wait, and only for steps that are planned."""
         sequences = self._sequences
         is_planned = sequences.awaits_first_token and sequences.midway() is None
         return is_planned and not self._has_newcomer_to_start
@@ -333,7 +329,6 @@ class Batcher:
         return bool(self._sequences.next_to_start() or self._in_the_way())
 
     def waiting_prompt_tokens(self) -> int:
-        """Return the tokens of all prompts that are in progress or could start."""
         midway = self._sequences.midway()
         num_tokens = 0 if midway is None else midway.num_prefill
         return num_tokens + sum(len(one.tokens) for one in self._sequences.next_in_line())
@@ -381,7 +376,6 @@ class Batcher:
         return self._flights[0].plan
 
     def check(self) -> None:
-        """Raise if the books disagree. Tests call it after every change."""
         self.settle()
         flights = [flight.sequences for flight in self._flights]
         self._sequences.check(flights)

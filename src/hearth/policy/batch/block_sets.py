@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress, count, islice
+from itertools import compress, count
 
 _END, _ABSENT = -1, -2  #: no blocks: where a chain of blocks ends, and a link of who is in none
 
 
 class FreeBlocks:
-    """Hands out the lowest block. Mutable; written only by the `BlockBook` that owns it.
-
-    A byte for each block. A set or dict of all blocks would be resized from time to time, and that step would
-    take milliseconds longer.
-    """
+    """Hands out the lowest block. Mutable; written only by the `BlockBook` that owns it."""
 
     def __init__(self) -> None:
         self._is_free = bytearray()
@@ -30,7 +26,6 @@ class FreeBlocks:
         return compress(count(self._lowest), self._is_free[self._lowest :])
 
     def reserve(self, num_blocks: int) -> None:
-        """Make room for block numbers below this."""
         self._is_free.extend(bytes(max(0, num_blocks - len(self._is_free))))
 
     def add(self, blocks: Sequence[int]) -> None:
@@ -54,7 +49,6 @@ class FreeBlocks:
         self._num_free = self._lowest = 0
 
     def pop_lowest(self, num_blocks: int) -> list[int]:
-        """Remove the lowest `num_blocks`, or all; return them in order."""
         is_free, at, blocks = self._is_free, self._lowest, list[int]()
         num_left = min(num_blocks, self._num_free)
         self._num_free -= num_left
@@ -68,21 +62,14 @@ class FreeBlocks:
         self._lowest = at
         return blocks
 
-    def lowest_outside(self, extent: range, num_blocks: int) -> list[int]:
-        return list(islice((block for block in self if block not in extent), num_blocks))
-
     def check(self) -> None:
-        """Raise if a free block would never be handed out, or the count is wrong."""
         free = list(compress(count(), self._is_free))
         assert free == list(self), f"free and never handed out: {set(free).difference(self)}"
         assert len(free) == self._num_free, f"{free=} {self._num_free=}"
 
 
 class CachedBlocks:
-    """Blocks in the order of their last use. Mutable; written only by the `BlockBook` that owns it.
-
-    A doubly linked ring through two lists indexed by block; the last entries are its head.
-    """
+    """Blocks in the order of their last use: a ring linked through two lists. Mutable."""
 
     def __init__(self) -> None:
         self._newer, self._older = [_END], [_END]
@@ -101,14 +88,12 @@ class CachedBlocks:
             block = self._newer[block]
 
     def reserve(self, num_blocks: int) -> None:
-        """Make room for block numbers below this."""
         for links in (self._newer, self._older):
             end = links.pop()
             links.extend([_ABSENT] * (num_blocks - len(links)))
             links.append(end)
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Add blocks, each used after the one before it."""
         newer, older, num_cached = self._newer, self._older, self._num_cached
         last = older[_END]
         for block in blocks:
@@ -128,7 +113,6 @@ class CachedBlocks:
             self._num_cached -= 1
 
     def pop_oldest(self, num_blocks: int) -> list[int]:
-        """Remove the `num_blocks` that were used least recently, or all."""
         newer, blocks = self._newer, list[int]()
         block = newer[_END]
         for _ in range(min(num_blocks, self._num_cached)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, count, islice
+from itertools import chain, compress, count, islice
 
 from hearth.policy.batch.block_sets import CachedBlocks, FreeBlocks
 from hearth.policy.batch.prefix import PrefixIndex, Publication
@@ -39,7 +39,6 @@ class BlockBook:
         assert floor_blocks >= 1, f"{floor_blocks=}"
         self.block_tokens = block_tokens
         self.floor_blocks = floor_blocks
-        #: All blocks, whatever their state.
         self._blocks: set[int] = set()
         self._free = FreeBlocks()
         self._num_holders: list[int] = []  #: by block: how many sequences hold it
@@ -70,7 +69,6 @@ class BlockBook:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated: free or cached."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -98,9 +96,8 @@ class BlockBook:
         return self.num_available - num_inside
 
     def available_outside(self, extent: range, num_blocks: int) -> list[int]:
-        blocks = self._free.lowest_outside(extent, num_blocks)
-        cached = (block for block in self._cached if block not in extent)
-        return blocks + list(islice(cached, num_blocks - len(blocks)))
+        available = chain(self._free, self._cached)
+        return list(islice((block for block in available if block not in extent), num_blocks))
 
     # Blocks that come and go.
 
@@ -125,7 +122,6 @@ class BlockBook:
         self._forget(cached)
 
     def remove_all(self) -> None:
-        """Remove all blocks. No sequence may be running."""
         assert not self.num_live, f"live blocks cannot be taken away: {self._live()}"
         self._blocks.clear()
         self._free.clear()
@@ -153,13 +149,11 @@ class BlockBook:
     # Blocks that are held.
 
     def can_allocate(self, num_blocks: int, beside: Sequence[int] = ()) -> bool:
-        """True if `num_blocks` can be allocated once the blocks `beside` are taken."""
         # Blocks of `beside` without a holder are cached.
         num_cached = list(map(self._num_holders.__getitem__, beside)).count(0) if beside else 0
         return num_blocks <= len(self._free) + len(self._cached) - num_cached
 
     def take(self, blocks: Sequence[int]) -> None:
-        """Hold blocks that were found by their content."""
         num_holders, runs = self._num_holders, self.prefixes.runs
         assert None not in map(runs.__getitem__, blocks), f"only a published block can be shared: {blocks=}"
         if cached := [block for block in blocks if not num_holders[block]]:
@@ -169,7 +163,6 @@ class BlockBook:
             num_holders[block] += 1
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Hold `num_blocks` without content, or none if there are too few."""
         if num_blocks > self.num_available:
             return None
         blocks = self._free.pop_lowest(num_blocks)
@@ -206,10 +199,7 @@ class BlockBook:
         self._free.add(free)
 
     def _release_shared(self, blocks: Sequence[int]) -> int:
-        """Release the leading blocks that other sequences hold too; return how many.
-
-        Few blocks behind them are shared: only after a prefix that was computed twice.
-        """
+        """Release the leading blocks that other sequences hold too; return how many."""
         num_holders = self._num_holders
         for at, block in enumerate(blocks):
             if num_holders[block] <= 1:
@@ -218,7 +208,6 @@ class BlockBook:
         return len(blocks)
 
     def _release_each(self, blocks: Iterable[int]) -> list[int]:
-        """Release blocks one by one; return those that no sequence holds any more."""
         num_holders, unheld = self._num_holders, list[int]()
         for block in blocks:
             num_left = num_holders[block] - 1
@@ -236,7 +225,6 @@ class BlockBook:
             add(publication)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Remove blocks from the prefix index; sequences that hold them keep them."""
         self._forget([one for one in blocks if one in self.prefixes])
 
     def withdraw_unshared(self, blocks: Iterable[int]) -> None:
@@ -257,7 +245,6 @@ class BlockBook:
             self._free.add(lost)
 
     def check(self, num_holders: dict[int, int] | None = None) -> None:
-        """Raise if a block is not exactly one of free, live and cached, or prefixes disagree."""
         owned = sorted([*self._free, *self._live(), *self._cached])
         expected = sorted(self._blocks)
         assert owned == expected, f"free, live and cached blocks must be {expected}: {owned}"

@@ -58,7 +58,6 @@ def blocks_wanted_by(running: Sequence[LiveSequence], num_steps: int, block_toke
 
 
 def skip_steps(running: Sequence[LiveSequence], book: BlockBook, num_steps: int, token: int) -> None:
-    """Plan and commit `num_steps` of a `DecodeRun`, in each of which all sequences sample `token`."""
     handed_out = _skipped_blocks(running, num_steps, book.block_tokens)
     for sequence in running:
         assert token not in sequence.stop_ids, f"{token=} would have ended {sequence}"
@@ -72,7 +71,6 @@ def skip_steps(running: Sequence[LiveSequence], book: BlockBook, num_steps: int,
 
 
 def last_step(running: list[LiveSequence], step_id: int) -> PlannedStep:
-    """Return the last skipped step as if it had been planned."""
     slots = [one.slot for one in running if one.slot is not None]
     positions = [one.num_planned - 1 for one in running]
     decode = DecodeRows([one.request_id for one in running], slots, positions, adapters=adapters_of(running))
@@ -80,7 +78,6 @@ def last_step(running: list[LiveSequence], step_id: int) -> PlannedStep:
 
 
 def _skipped_blocks(running: Sequence[LiveSequence], num_steps: int, block_tokens: int) -> list[LiveSequence]:
-    """Return the sequences that `num_steps` allocate blocks to, in order, once for each block."""
     due: list[tuple[int, LiveSequence]] = []  # by the number of the step
     for sequence in running:
         begin, end = sequence.num_planned, sequence.num_planned + num_steps

@@ -34,7 +34,6 @@ class DigestChain:
         return len(self._digests)
 
     def digest(self, block: int) -> bytes:
-        """Return the digest of a full block; the first block is 0."""
         digests = self._digests
         if block >= len(digests):
             parent = digests[-1] if digests else _root(self._salt, self._adapter)
@@ -53,7 +52,6 @@ class DigestChain:
 
 
 def chained_digests(parent: bytes, tokens: array[int], block_tokens: int) -> list[bytes]:
-    """Return the digests of the blocks that follow one with digest `parent`."""
     if len(tokens) == block_tokens:  # the common case
         return [blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()]
     digests: list[bytes] = []

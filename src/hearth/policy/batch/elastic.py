@@ -1,9 +1,7 @@
 """How much KV a model should have: when to ask for more, and what to give back.
 
-KV follows the load up at once and down slowly. Before each step `growth` returns what the step lacks, and how
-much should be ready for the steps after it. Once in an epoch of WINDOW_STEPS steps, blocks are given back
-that were free and not wanted in every step of it, less a reserve. So a load that returns within an epoch
-finds its blocks, and a step that asks for more is followed by a whole epoch without giving back.
+KV follows the load up at once and down slowly: once in an epoch of WINDOW_STEPS steps, blocks are given back
+that were free and not wanted in every step of it, less a reserve.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ class Growth:
     ahead_blocks: int  #: that should be ready besides
 
     def within(self, most_blocks: int) -> Growth:
-        """Return the growth cut to `most_blocks` in all; the next step comes first."""
         now_blocks = min(self.now_blocks, most_blocks)
         return Growth(now_blocks, min(self.ahead_blocks, most_blocks - now_blocks))
 
@@ -72,7 +69,6 @@ class Elastic:
 
     @property
     def num_steps_left(self) -> int:
-        """Steps before blocks may be given back."""
         return WINDOW_STEPS - 1 - self._num_steps
 
     def skip(self, num_steps: int, use: KvUse) -> None:
@@ -82,12 +78,10 @@ class Elastic:
         self._num_steps += num_steps
 
     def _note(self, use: KvUse) -> int:
-        """Return how many blocks would be free after the next step; negative: it lacks some."""
         spare = use.num_free - use.num_wanted
         self._spare_blocks = spare if self._spare_blocks is None else min(self._spare_blocks, spare)
         self._reserve_blocks = max(self._reserve_blocks, self.reserve_blocks(use.num_running))
         return spare
 
     def reserve_blocks(self, num_running: int) -> int:
-        """Return the blocks that `num_running` sequences fill in `AHEAD_STEPS`."""
         return -(-num_running * AHEAD_STEPS // self._block_tokens)

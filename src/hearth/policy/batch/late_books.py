@@ -1,8 +1,4 @@
-"""Changes of the block books that wait until readers have their tokens.
-
-A plan publishes blocks of many prompts, and a commit releases those of all sequences that end. Readers need
-not wait for that, and in bulk it takes a fraction of the time.
-"""
+"""Changes of the block books that wait until readers have their tokens: in bulk they take less time."""
 
 from __future__ import annotations
 
@@ -40,16 +36,11 @@ class LateBooks:
         sequence.num_published = num_full
 
     def publish_committed(self, sequence: LiveSequence) -> None:
-        """Publish what is committed of a sequence that stops running, and withdraw the rest.
-
-        Output is published only here: no other request needs an unfinished answer.
-        """
         self.withdraw_planned(sequence)
         if len(sequence.tokens) > sequence.num_prefill and sequence.slot is not None:
             self.publish(sequence, len(sequence.tokens) - 1)  # all but the last are computed
 
     def withdraw_planned(self, sequence: LiveSequence) -> None:
-        """Withdraw the published blocks whose steps are not committed."""
         if blocks := sequence.blocks[sequence.num_confirmed : sequence.num_published]:
             self._close()
             self._closed.append(partial(self._book.withdraw, blocks))
@@ -70,7 +61,6 @@ class LateBooks:
             self._closed.popleft()  # only now: until then `is_settled` is False
 
     def _close(self) -> None:
-        """Order the changes so far before those that follow."""
         # Publishing before releasing changes nothing.
         if self._published:
             self._closed.append(partial(self._book.publish, self._published))

@@ -2,9 +2,6 @@
 
 A running sequence holds a *slot*. On the device a slot owns a row of the block table, its sampling parameters
 and the token it sampled last, so a decode row needs no token from the host.
-
-Parts that a plan has many of are named tuples, which take a fifth of the time of frozen dataclasses to
-create.
 """
 
 from __future__ import annotations
@@ -35,8 +32,6 @@ class Guide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request for the batcher: checked, with seed, stop ids and max_tokens resolved."""
-
     request_id: RequestId
     prompt: Sequence[int]  #: never changed; from `Intake` an array of "I", which is fast to copy
     sampling: SamplingParams
@@ -51,10 +46,6 @@ class EngineRequest:
     is_streamed: bool = True  #: each token is sent as it comes; False: all at the end
 
     def in_line(self, pace: Pace, arrived_s: float, now_s: float) -> EngineRequest:
-        """Return the request with its place in the queue, now that its engine gets it.
-
-        Interactive requests come before batch requests that yield, and behind all others that are here.
-        """
         line_s = max(now_s, arrived_s + pace.patience_s)
         return replace(self, is_batch=pace.is_batch, line_s=line_s)
 
@@ -104,7 +95,6 @@ class TableWrites:
         return len(self.slots)
 
     def __iter__(self) -> Iterator[TableWrite]:
-        """Yield the writes one by one. Slow: not for the step path."""
         at = 0
         for slot, begin, count in zip(self.slots, self.begins, self.counts, strict=True):
             yield TableWrite(slot, begin, tuple(self.blocks[at : at + count]))
@@ -119,8 +109,6 @@ class TableWrites:
 
 @dataclass(frozen=True, slots=True)
 class RowReading:
-    """Readings of a row besides a sample; readings of a prompt are those of all its rows."""
-
     pooling: Pooling | None  #: its hidden states, pooled; None: they are not wanted
     num_logprobs: int | None  #: most likely tokens at each place; None: no logprobs are wanted
     #: The tokens whose logprobs are wanted: each follows one of the row's, from its first on.
@@ -146,10 +134,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of one token each, the one that the slot sampled last. All of them sample.
-
-    A step may have a thousand, so they are columns of equal length rather than `Row`s.
-    """
+    """Rows of one token each, the one that the slot sampled last. All of them sample."""
 
     request_ids: Sequence[RequestId] = ()
     slots: Sequence[int] = ()
@@ -185,7 +170,6 @@ class StepPlan:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All rows one by one, created by every call. Slow: not for the step path."""
         adapters = self.decode.adapters or [None] * len(self.decode)
         columns = zip(
             self.decode.request_ids, self.decode.slots, self.decode.positions, adapters, strict=True
@@ -224,7 +208,6 @@ class StepPlan:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens that the rows attend to, their own included."""
         decode_tokens = sum(self.decode.positions) + len(self.decode)
         return decode_tokens + sum([row.start for row in self.prompts]) + self.num_prompt_tokens
 
@@ -242,7 +225,6 @@ class CommittedStep:
     request_ids: Sequence[RequestId] = ()
     tokens: Sequence[int] = ()
     sample_indices: Sequence[int] = ()  #: which of the step's samples each one was
-    #: Requests that ended by their token.
     finished: dict[RequestId, FinishReason] = field(default_factory=dict)
     failures: list[RequestFailed] = field(default_factory=list)  #: requests that ended, behind their tokens
 

@@ -49,11 +49,6 @@ class PlanDraft:
     has_preempted: bool = False
 
     def allow_prompts(self, budget_tokens: int, max_prompt_tokens: int | None) -> None:
-        """Set the room for prompts: the rest of the budget, at most `max_prompt_tokens` or one block.
-
-        That limit is an estimate. Prompts that fit may use all of it; chunks of longer ones leave an eighth
-        as a margin for error.
-        """
         self.budget_tokens = self.prompt_tokens = budget_tokens
         self.max_prompt_tokens = max_prompt_tokens
         if max_prompt_tokens is not None and max_prompt_tokens < budget_tokens:
@@ -74,9 +69,7 @@ class PlanDraft:
     def chunk_tokens(self, start: int, end: int) -> int:
         """Return how many tokens of a prompt, from `start` on, the step should have; 0: it should wait.
 
-        A prompt that does not fit is cut where the step needs no padding, or else where a block ends. Behind
-        other prompts it is not begun for less than a quarter of the allowance. Tokens that would be padding
-        cost nothing, so a prompt may have them.
+        A prompt that does not fit is cut where the step needs no padding, or else where a block ends.
         """
         if end - start <= self.prompt_tokens - self.num_prompt_tokens and not self.is_cut:
             return end - start
@@ -97,7 +90,6 @@ class PlanDraft:
         return min(num_tokens + self._padding(num_used + num_tokens), end - start)
 
     def _padding(self, num_prompt_tokens: int) -> int:
-        """Return the padding of a step with `num_prompt_tokens`; 0 without prompts."""
         num_tokens = len(self.decode) + num_prompt_tokens
         if not num_prompt_tokens or (at := bisect_left(self.step_sizes, num_tokens)) == len(self.step_sizes):
             return 0
@@ -110,7 +102,6 @@ class PlanDraft:
         sequence.room_tokens += len(blocks) * self.block_tokens
 
     def assign_first(self, sequence: LiveSequence, blocks: list[int]) -> None:
-        """Give a starting sequence blocks behind those of its known prefix."""
         assert sequence.slot is not None, f"{sequence.arrival=}"
         sequence.blocks += blocks
         self.table_writes.add(sequence.slot, 0, sequence.blocks)
@@ -119,10 +110,7 @@ class PlanDraft:
     def add_decode(
         self, sequences: list[LiveSequence], before: DecodedSequences, *, has_guides: bool
     ) -> None:
-        """Compute the next token of each sequence, which has a block for it. `before`: of the last step.
-
-        Most steps decode the same sequences as the one before, so that ids and slots are reused.
-        """
+        """Compute the next token of each sequence, which has a block for it. `before`: of the last step."""
         positions = [one.num_planned for one in sequences]
         for sequence, position in zip(sequences, positions, strict=True):
             sequence.num_planned = position + 1
@@ -180,6 +168,5 @@ class PlanDraft:
 
 
 def adapters_of(sequences: Sequence[LiveSequence]) -> Sequence[AdapterId | None]:
-    """Return the adapters of decode rows; empty if there are none."""
     adapters = [one.request.adapter for one in sequences]
     return adapters if any(adapters) else ()

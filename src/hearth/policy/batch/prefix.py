@@ -56,7 +56,6 @@ class PrefixRun:
 
     @property
     def end(self) -> int:
-        """The block of its sequence behind the last one."""
         return self.first + len(self.blocks)
 
     @property
@@ -87,7 +86,6 @@ class PrefixRun:
         return begin
 
     def lend_digests(self, chain: DigestChain, end: int) -> None:
-        """Give a chain that is equal up to block `end` the digests up to there."""
         if chain.num_known >= end:
             return
         num_digests, num_blocks = len(self._digests), end - self.first
@@ -141,8 +139,6 @@ class PrefixRun:
 
 
 class Publication(NamedTuple):
-    """Blocks that hold the tokens of a chain, to be found by others."""
-
     chain: DigestChain
     begin: int  #: the block of the chain that is in the first of `blocks`
     before: int | None  #: the block before, of the same sequence; None: there is none
@@ -164,24 +160,18 @@ class PrefixIndex:
         return (block for block, run in enumerate(self.runs) if run is not None)
 
     def reserve(self, num_blocks: int) -> None:
-        """Make room for block numbers below this."""
         self.runs.extend([None] * (num_blocks - len(self.runs)))
 
     def find(self, digest: bytes) -> PrefixRun | None:
         return self._shards[digest[0]].get(digest)
 
     def match(self, chain: DigestChain) -> list[int]:
-        """Return the blocks that hold the longest known prefix of full blocks."""
         prefix = KnownPrefix()
         prefix.follow(self, chain, len(chain.tokens) // chain.block_tokens)
         return prefix.blocks
 
     def add(self, publication: Publication) -> None:
-        """Make blocks findable by their content. Of two with the same content the first stays.
-
-        Except blocks whose digests are not computed, because they extend a run or nothing was known of their
-        text: these may also be in another run, whose beginning was lost, and stay until evicted.
-        """
+        """Make blocks findable by their content. Of two with the same known digest the first stays."""
         chain, begin, before, blocks = publication
         runs, end = self.runs, begin + len(blocks)
         run = None if before is None else runs[before]
@@ -248,7 +238,6 @@ class PrefixIndex:
         return list(lost)
 
     def move(self, targets: Mapping[int, int]) -> None:
-        """Rename blocks; no target is in the index."""
         runs, moved = self.runs, set[PrefixRun]()
         for source, target in targets.items():
             if (run := runs[source]) is not None:
@@ -276,10 +265,7 @@ class PrefixIndex:
 
 
 class KnownPrefix:
-    """The known prefix of one waiting sequence. Mutable; written only by `follow`.
-
-    Updated step by step: matching all blocks before every step would cost more than the step.
-    """
+    """The known prefix of one waiting sequence. Mutable; written only by `follow`."""
 
     __slots__ = ("_parts",)
 
@@ -289,7 +275,6 @@ class KnownPrefix:
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks of the prefix as of the last `follow`."""
         blocks: list[int] = []
         for run, end, _ in self._parts:
             blocks += run.blocks[: end - run.first]
@@ -299,10 +284,7 @@ class KnownPrefix:
         return self._parts[-1][1] if self._parts else 0
 
     def follow(self, index: PrefixIndex, chain: DigestChain, num_most: int) -> None:
-        """Update the prefix, up to `num_most` blocks of the same chain.
-
-        Of an unknown prompt only the first digest is computed: its first token does not wait for the others.
-        """
+        """Update the prefix, up to `num_most` blocks of the same chain."""
         parts = self._parts
         if parts:
             self._drop_gone(chain)
@@ -332,10 +314,7 @@ class KnownPrefix:
                 break
 
     def collect(self, blocks: set[int]) -> None:
-        """Add all blocks of the prefix to `blocks`.
-
-        Stops at the first one that is there: sequences with a common prefix have the same blocks before it.
-        """
+        """Add all blocks of the prefix to `blocks`; those before one that is there are there too."""
         for run, end, _ in reversed(self._parts):
             for at in range(end - run.first - 1, -1, -1):
                 if (block := run.blocks[at]) in blocks:

@@ -35,7 +35,6 @@ FIRST_LONE_TOKENS = 16
 GROWTH = 8
 #: Of the first step with prompts, what rows that decode take at least.
 _LEAST_SHARE = 0.05
-#: Less than anything takes.
 _LEAST_S = 1e-9
 
 
@@ -60,8 +59,7 @@ class PromptAllowance:
         """Return the limit of prompt tokens in the next step, of those that wait; None: no limit.
 
         Prompts always get their fair share, and more if several such steps would not compute all that wait. A
-        crowd, which one step of `max_step` could not compute, gets all of `max_step` until none waits: most
-        requests that would be spared long steps are in the crowd themselves.
+        crowd, which one step of `max_step` could not compute, gets all of `max_step` until none waits.
         """
         if math.isinf(self._max_step_s):
             return None
@@ -75,12 +73,6 @@ class PromptAllowance:
         fair_tokens = FAIR_SHARE * rows_s / self._token_s
         most_tokens = (self._max_step_s - rows_s) / max(self._token_s, self._many_token_s)
         return max(1, int(min(prompts_s / self._token_s, max(fair_tokens, most_tokens))))
-
-    def predicted_s(self, num_prompt_tokens: int) -> float | None:
-        """Return how long the next step takes with `num_prompt_tokens`; None: unknown."""
-        if self._rows_s is None or self._token_s is None:
-            return None
-        return self._rows_s + self._token_s * num_prompt_tokens
 
     def measured(self, num_decode_rows: int, num_prompt_tokens: int, seconds: float) -> None:
         seconds = max(seconds, _LEAST_S)
@@ -107,11 +99,6 @@ class PromptAllowance:
             self._token_s = max(_LEAST_S, self._token_s * (1 + correction * prompts_s))
 
     def _measured_alone(self, num_tokens: int, seconds: float) -> None:
-        """Learn how many tokens fit into a step without decoding.
-
-        More tokens are cheaper each, so what fits by the price of fewer does fit. A short step with few
-        tokens says nothing against more.
-        """
         if self.num_lone_tokens is None:
             return
         longest_s = LONE_STEPS * self._max_step_s

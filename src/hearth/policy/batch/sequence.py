@@ -20,17 +20,13 @@ from hearth.policy.batch.prefix import KnownPrefix, PrefixIndex
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """One request that has not ended. Mutable; written only by the `Batcher` and its parts.
-
-    A step may read these fields of a thousand sequences, so they are stored rather than computed.
-    """
+    """One request that has not ended. Mutable; written only by the `Batcher` and its parts."""
 
     request: EngineRequest
     arrival: int
     chain: DigestChain  #: of `tokens`
     max_length: int  #: of prompt and output
     tokens: array[int] = field(init=False)  #: prompt and committed output, as words ("I")
-    #: Copied from `request`.
     request_id: RequestId = field(init=False)
     guide: Guide | None = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
@@ -76,21 +72,16 @@ class LiveSequence:
 
     @property
     def is_in_prompt(self) -> bool:
-        """True if a part of its prompt is not planned yet."""
         return self.num_planned < self.num_prefill
 
     @property
     def reads_all(self) -> bool:
-        """True if all of its prompt has to be computed, because every token is read.
-
-        Readings are reported with the first token, so after that a known prefix may be skipped.
-        """
+        """True if all of its prompt has to be computed, because every token is read."""
         if not self.is_read or self.num_output:
             return False
         return self.request.pooling is Pooling.MEAN or self.request.sampling.prompt_logprobs is not None
 
     def reading(self, start: int, end: int) -> RowReading | None:
-        """Return what is read of the tokens from `start` to `end` besides a sample."""
         if not self.is_read:
             return None
         prompt, pooling = self.request.prompt, self.request.pooling
@@ -103,18 +94,12 @@ class LiveSequence:
         return RowReading(pooling, num_logprobs, targets)
 
     def known_prefix(self, index: PrefixIndex) -> KnownPrefix:
-        """Return the blocks of a waiting sequence that are computed already."""
         # At least one token is computed, to sample from.
         num_most = 0 if self.reads_all else (len(self.tokens) - 1) // self.chain.block_tokens
         self.prefix.follow(index, self.chain, num_most)
         return self.prefix
 
     def allow_next(self) -> None:
-        """Set how far steps may be planned, after a commit.
-
-        A guide needs the last token first; without one, only the end is a limit: the KV of the last token is
-        not computed.
-        """
         self.max_planned = len(self.tokens) if self.guide is not None else self.max_length - 1
 
     def set_quiet(self) -> None:
@@ -130,7 +115,6 @@ class Sequences:
 
     def __init__(self, max_seqs: int, block_tokens: int) -> None:
         self._max_seqs, self._block_tokens = max_seqs, block_tokens
-        #: All of them; each is in one of the two below.
         self._live: dict[RequestId, LiveSequence] = {}
         self._running: dict[RequestId, LiveSequence] = {}  #: by their places
         self._waiting: deque[LiveSequence] = deque()  #: by their places
@@ -139,12 +123,10 @@ class Sequences:
         self._newest_read: LiveSequence | None = None
         self._free_slots = list(range(max_seqs))  #: a heap
         self.num_committed = 0  #: steps; written by the `Batcher`
-        #: Since `take_preempted` was called last, in order.
         self._preempted: list[RequestId] = []
         #: By running request: indices of the blocks that moved since its row of the block table was written.
         self._moved_indices: dict[RequestId, set[int]] = {}
         self._num_arrivals = 0
-        #: Running sequences that are streamed, and that have a guide.
         self.num_streamed = self.num_guided = 0
         self._num_stopped_by = Counter[int]()  #: by token: how many sequences it ends
 
@@ -178,7 +160,6 @@ class Sequences:
         return newest if newest is not None and newest.slot is not None and newest.is_in_prompt else None
 
     def decoding(self) -> list[LiveSequence]:
-        """Return the running sequences whose prompt is planned, in queue order."""
         running, midway = self.running(), self.midway()
         if midway is not None:
             running.remove(midway)
@@ -200,7 +181,6 @@ class Sequences:
         return first
 
     def behind(self, sequence: LiveSequence) -> list[LiveSequence]:
-        """Return the running sequences behind one in queue order, the last one first."""
         place = sequence.place
         return list(takewhile(lambda one: one.place > place, reversed(self._running.values())))
 
@@ -236,7 +216,6 @@ class Sequences:
         self._line_up(sequence)
 
     def start(self, sequence: LiveSequence) -> int:
-        """Start the first waiting sequence; return its slot."""
         first, running = self._waiting.popleft(), self._running
         assert first is sequence, f"{sequence.arrival=} starts before {first.arrival=}"
         is_last = not running or next(reversed(running.values())).place < sequence.place
@@ -255,7 +234,6 @@ class Sequences:
         return slot
 
     def preempt(self, sequence: LiveSequence, num_planned_steps: int) -> list[int]:
-        """Move a running sequence back to the queue; return the blocks that it had."""
         blocks = self._stop(sequence)
         sequence.waits_for_steps = num_planned_steps
         self._line_up(sequence)
@@ -282,7 +260,6 @@ class Sequences:
         return preempted
 
     def follow(self, moves: Sequence[BlockMove]) -> None:
-        """Rename moved blocks in all sequences that hold them."""
         targets = {move.source: move.target for move in moves}
         if not targets:
             return
@@ -293,7 +270,6 @@ class Sequences:
                     self._moved_indices.setdefault(request_id, set()).add(index)
 
     def take_table_writes(self, writes: TableWrites) -> None:
-        """Add the writes for moved blocks to those of the next plan."""
         for request_id, indices in self._moved_indices.items():
             sequence = self._running[request_id]
             assert sequence.slot is not None, f"{sequence.arrival=}"

@@ -69,7 +69,6 @@ class StepCommit:
         return [*loud, *range(len(positions), len(tokens))]
 
     def _append(self, sequence: LiveSequence, token: int) -> None:
-        """Append a first token, one that may be the last, or one for a guide."""
         tokens = sequence.tokens
         if len(tokens) == sequence.num_prefill:
             sequence.num_confirmed = sequence.num_published
@@ -100,7 +99,6 @@ class StepCommit:
             self._fail(sequence, stuck)
 
     def _lose(self, sequence: LiveSequence) -> None:
-        """Ignore the row of an ended sequence, or fail one whose logits are not finite."""
         if not sequence.is_ended:
             self.books.withdraw(sequence)
             self._fail(sequence, _not_finite(sequence))

@@ -1,9 +1,7 @@
 """How large the steps of an engine may be, by kind of device, model and memory.
 
-More sequences share each reading of the weights, and more tokens cut fewer prompts. But the workspace holds
-the temporaries of the largest step. So on CUDA limits that are not set are the largest of a few whose
-workspace is a small share of the memory for models, or the smallest ones. A CPU is so slow that requests
-beside a larger step would wait for seconds.
+On CUDA, limits that are not set are the largest of a few whose workspace is a small share of the memory for
+models. A CPU is so slow that requests beside a larger step would wait for seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ def step_limits(
 
 
 def _limits(wanted: WantedLimits, max_batch_tokens: int, max_seqs: int) -> StepLimits:
-    """Return a rung with the limits that are set, and no more sequences than tokens."""
     max_batch_tokens = wanted.max_batch_tokens or max_batch_tokens
     return StepLimits(
         max_batch_tokens, wanted.max_seqs or min(max_seqs, max_batch_tokens), wanted.block_tokens

@@ -1,15 +1,11 @@
 """Which busy models of a worker may step, and which one steps next.
 
 Busy models share the device by time, not by steps: the one that had the least is next. A model that was idle
-has saved nothing: it starts at the least of the others. What it had beyond that it keeps, or a moment of
-idleness would pay.
+starts at the least of the others, or at what it had if that is more. A long step never makes a model wait for
+long.
 
-A long step of its own never makes a model wait for long: it may have been a compiled kernel, which will not
-come again.
-
-First tokens go first, as long as their model is not far ahead of the others, which catch up afterwards. Once
-the device computes a first token there is nothing to launch for it, and the model in front of it on the
-device steps first:
+First tokens go first, as long as their model is not far ahead of the others. Once the device computes a first
+token the model in front of it on the device steps first:
 
     device    A's step | B's first token | A's next step
     host      B launches; A launches, and sends its tokens; B waits, and sends its first
@@ -63,7 +59,6 @@ class StepReadiness:
         self._starved[model] = generation
 
     def recheck(self) -> None:
-        """Let all starved models try again after an external event."""
         self._starved.clear()
 
     def hopeless(self, busy: Iterable[BusyModel]) -> ModelId | None:

@@ -85,10 +85,6 @@ def _check_worker(fleet: Fleet, worker: Worker) -> None:
 
 
 def _check_turns(worker: Worker) -> None:
-    """Check that models in turn have room beside what the others keep, and that every turn can come.
-
-    A replica has nothing, and keeps nothing, before its first turn.
-    """
     bound = Promises(worker.promises.budget_bytes, worker.promises.shares_workspace)
     for replica in worker.replicas.values():
         promise = replica.promise

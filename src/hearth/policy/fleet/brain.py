@@ -83,7 +83,6 @@ NO_WORKER_S = 10.0
 
 
 def step(fleet: Fleet, event: Event) -> list[Action]:
-    """Enter an event into the books, and return all actions that follow from it."""
     fleet.advance(event.now_s)
     actions = _apply(fleet, event) + _serve_waiting(fleet)
     if isinstance(event, RequestArrived) and (refused := _reject_beyond_queue(fleet, event)) is not None:
@@ -92,7 +91,6 @@ def step(fleet: Fleet, event: Event) -> list[Action]:
 
 
 def _notify_holds(fleet: Fleet) -> list[Action]:
-    """Tell workers how models are held. They see for themselves which are busy."""
     return [
         SetHold(replica.model.name, replica.worker.name, replica.notified_hold)
         for replica in fleet.notices.take()
@@ -100,7 +98,6 @@ def _notify_holds(fleet: Fleet) -> list[Action]:
 
 
 def _serve_waiting(fleet: Fleet) -> list[Action]:
-    """Return all actions for waiting requests and for models to be pinned."""
     actions = grant_pins(fleet)
     while fleet.queues.must_serve or fleet.queues.must_refuse:
         if fleet.queues.must_refuse:
@@ -113,7 +110,6 @@ def _serve_waiting(fleet: Fleet) -> list[Action]:
 
 
 def _apply(fleet: Fleet, event: Event) -> list[Action]:
-    """Enter an event into the books, and return the actions that concern only its subject."""
     match event:
         case RequestArrived():
             return _accept_request(fleet, event)
@@ -140,7 +136,8 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
                 record_report(fleet.models, reporter, bytes_by_model)
             return []
         case WorkerJoined():
-            return _add_worker(fleet, event)
+            fleet.join(event)
+            return refuse_hopeless(fleet)
         case WorkerLost():
             return _lose_worker(fleet, event)
         case ModelDeployed(_, profile):
@@ -184,7 +181,6 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
 def _refuse_unusable(
     fleet: Fleet, event: RequestArrived, model: Model, profile: ModelProfile
 ) -> Reject | None:
-    """Refuse a request of a model on no worker: a load failed recently, or pins leave no room."""
     if model.failure is not None and (retry_s := find_retry_s(fleet, model)) is not None:
         message = explain_failure(model.failure, retry_s)
         return Reject(event.request_id, failure_reason(model.failure), message, retry_s)
@@ -194,7 +190,6 @@ def _refuse_unusable(
 
 
 def _must_await_turn(fleet: Fleet, model: Model) -> bool:
-    """True if a request of a model would have to wait for a turn, because there is no room."""
     if not fleet.config.takes_turns:
         return False
     if model.with_free_slot:
@@ -208,13 +203,11 @@ def _has_full_queue(fleet: Fleet, event: RequestArrived) -> bool:
 
 
 def _max_queue(fleet: Fleet, event: RequestArrived) -> int:
-    """Return the queue length, of both classes, up to which a request of this class may wait."""
     most = fleet.config.max_queue
     return share_for_batch(most) if event.is_batch else most
 
 
 def _reject_beyond_queue(fleet: Fleet, event: RequestArrived) -> Reject | None:
-    """Reject a new request that would have to wait in a full queue."""
     queues, max_queue = fleet.queues, _max_queue(fleet, event)
     request = queues.requests.get(event.request_id)
     if request is None or request.replica is not None:
@@ -275,7 +268,6 @@ def _end_and_cancel(fleet: Fleet, request: Request) -> list[Action]:
 
 
 def _use_free_slot(fleet: Fleet, replica: Replica | None) -> list[Action]:
-    """Give a free slot to the next request of its model; an idle replica may have to leave."""
     if replica is None:
         return []
     return fill_slots(fleet, replica.model) + evict_if_leaving(fleet, replica)
@@ -346,11 +338,6 @@ def _handle_failure(fleet: Fleet, event: ModelFailed) -> list[Action]:
 # Workers.
 
 
-def _add_worker(fleet: Fleet, event: WorkerJoined) -> list[Action]:
-    fleet.join(event)
-    return refuse_hopeless(fleet)
-
-
 def _lose_worker(fleet: Fleet, event: WorkerLost) -> list[Action]:
     """Remove a worker. Its requests go on; suspected models are not retried for ever."""
     worker = fleet.workers.get(event.worker)
@@ -366,7 +353,6 @@ def _lose_worker(fleet: Fleet, event: WorkerLost) -> list[Action]:
 
 
 def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message: str) -> list[Action]:
-    """Send requests that lost their replicas to free slots, unless they must end."""
     actions: list[Action] = []
     models: dict[ModelId, Model] = {}
     for request in requests:

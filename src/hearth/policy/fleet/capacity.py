@@ -22,19 +22,16 @@ from hearth.policy.fleet.ranking import Ranking
 class Promises:
     """Bytes of one worker's budget, by the hold of the replicas that they are promised to.
 
-    Mutable; a worker's own are written only by `Fleet.reindex`. Counts what each replica has for itself, and
-    the largest workspace of all, or each its own while in turn if the pool may not share it.
+    Mutable; a worker's own are written only by `Fleet.reindex`.
     """
 
     budget_bytes: int
     shares_workspace: bool = True
-    #: What replicas have for themselves.
     own_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
-    #: How many replicas were promised a shared workspace of each size.
+    #: By size of a shared workspace: how many replicas were promised it.
     workspaces_by_hold: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in Hold])
     #: Of `own_bytes_by_hold`, what replicas keep out of turn.
     standing_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
-    #: How many replicas need so much more for their turn than they keep out of turn.
     turns_by_hold: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in Hold])
 
     def add(self, promise: Promise, hold: Hold) -> None:
@@ -52,7 +49,6 @@ class Promises:
         _remove_one(self.turns_by_hold[hold], promise.own_bytes - promise.standing_bytes)
 
     def copy(self) -> Promises:
-        """Return a copy, to try out what would be free without some promises."""
         return Promises(
             self.budget_bytes,
             self.shares_workspace,
@@ -63,7 +59,6 @@ class Promises:
         )
 
     def workspace_bytes(self, above: Hold | None = None) -> int:
-        """Return the largest shared workspace of replicas held more than `above`, or of all."""
         return _largest(self.workspaces_by_hold[_first_above(above) :])
 
     @property
@@ -72,11 +67,9 @@ class Promises:
         return self.budget_bytes - sum(self.own_bytes_by_hold) - self.workspace_bytes()
 
     def freeable_bytes(self, most: Hold) -> int:
-        """Return the free bytes once every replica with a hold up to `most` is gone."""
         return self.budget_bytes - sum(self.own_bytes_by_hold[most + 1 :]) - self.workspace_bytes(most)
 
     def has_room(self, footprint: Footprint, without: Hold | None = None) -> bool:
-        """True if a model fits, without the replicas of a hold up to `without`."""
         return self._bytes_with(footprint, above=without) <= self.budget_bytes
 
     @property
@@ -94,7 +87,6 @@ class Promises:
         return self._turn_bytes(footprint, above=without) <= self.budget_bytes
 
     def _turn_bytes(self, footprint: Footprint | None = None, above: Hold | None = None) -> int:
-        """Return the bytes of the largest turn, of replicas held more than `above` and a model."""
         first, promise = _first_above(above), Promise(0, 0)
         if footprint is not None:
             promise = self._booked(footprint.promise)
@@ -110,7 +102,6 @@ class Promises:
         )
 
     def _bytes_with(self, footprint: Footprint, above: Hold | None = None) -> int:
-        """Return the bytes of replicas held more than `above` and a model, all in turn."""
         promise = self._booked(footprint.promise)
         own_bytes = promise.own_bytes + sum(self.own_bytes_by_hold[_first_above(above) :])
         return own_bytes + max(promise.workspace_bytes, self.workspace_bytes(above))
@@ -121,7 +112,6 @@ class Promises:
 
     @property
     def utilisation(self) -> float:
-        """Share of the budget that is promised to busy, warm and pinned replicas."""
         used_bytes = self.budget_bytes - self.freeable_bytes(Hold.RETAINED)
         return min(1.0, used_bytes / self.budget_bytes) if self.budget_bytes else 1.0
 
@@ -151,19 +141,10 @@ def _remove_one(num_by_size: dict[int, int], size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CapacityIndex:
-    """The workers of one kind of device, ranked by bytes.
-
-    A worker with room for a model ranks at least as high as the model's own bytes. The converse fails if the
-    model needs a larger workspace, so `find_fitting` checks again.
-    """
-
     promises: dict[WorkerId, Promises] = field(default_factory=dict)
     free: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    #: Free once all retained replicas are gone.
     retained: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    #: Free once all idle, unpinned replicas are gone.
     idle: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    #: Free once all unpinned replicas are gone, busy ones included.
     unpinned: Ranking[WorkerId, int] = field(default_factory=Ranking)
     budget: Ranking[WorkerId, int] = field(default_factory=Ranking)
 
@@ -183,9 +164,9 @@ class CapacityIndex:
     def find_fitting(
         self, footprint: Footprint, most: Hold | None, *, roomiest_first: bool = False
     ) -> Iterator[WorkerId]:
-        """Return workers with room for a model once every replica with a hold up to `most` is gone.
+        """Return workers with room for a model without replicas of a hold up to `most`; None: with all.
 
-        `most` None: without evictions. Not to be continued after a change.
+        Not to be continued after a change.
         """
         by_hold = {
             None: self.free,
@@ -220,14 +201,12 @@ class FleetCapacity:
             del self.by_kind[kind]
 
     def find_suited(self, profile: ModelProfile) -> Iterator[tuple[CapacityIndex, Footprint]]:
-        """Yield the workers of each kind that the model can run on, with its footprint there."""
         for kind, index in self.by_kind.items():
             footprint = profile.footprints.get(kind)
             if footprint is not None:
                 yield index, footprint
 
     def has_fitting(self, profile: ModelProfile, most: Hold) -> bool:
-        """True if some worker has room for the model without replicas of a hold up to `most`."""
         return any(
             next(index.find_fitting(footprint, most, roomiest_first=True), None) is not None
             for index, footprint in self.find_suited(profile)

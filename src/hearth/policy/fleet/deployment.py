@@ -36,7 +36,6 @@ def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
 
 
 def remove_model(fleet: Fleet, name: ModelId) -> list[Action]:
-    """Remove a model: waiting requests are rejected, running ones may finish."""
     model = fleet.models.get(name)
     if model is None or model.profile is None:
         return []
@@ -79,10 +78,6 @@ def evict_if_leaving(fleet: Fleet, replica: Replica) -> list[Action]:
 
 
 def _outdate(fleet: Fleet, model: Model, before: ModelProfile | None) -> list[Action]:
-    """Evict replicas of an old version, idle ones now and busy ones when they are idle.
-
-    Bytes of earlier replicas go too, unless they are those of the new version.
-    """
     actions: list[Action] = []
     after = model.profile
     if before is not None and (

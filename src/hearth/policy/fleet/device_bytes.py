@@ -1,7 +1,6 @@
 """How many bytes of each model lie in the device memory of each worker. No promise depends on it.
 
-`routing.py` prefers workers that have most of a model. The numbers may be a moment old, so they only affect
-estimates.
+The numbers may be a moment old, so they only affect estimates.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ def rank_retired(model: Model, worker: Worker) -> None:
 def record_report(
     models: Mapping[ModelId, Model], worker: Worker, bytes_by_model: Mapping[ModelId, int]
 ) -> None:
-    """Record a worker's report; models that are not deployed do not count."""
     for model in list(worker.resident_models.values()):
         if model.name not in bytes_by_model:
             record_bytes(model, worker, 0)
@@ -48,10 +46,6 @@ def record_report(
 
 
 def count_missing_bytes(model: Model, worker: Worker) -> int:
-    """Return how many bytes must be loaded before a model can run on a worker.
-
-    Also of a ready replica: KV of others may have taken some while it was idle.
-    """
     replica = worker.replicas.get(model.name)
     if replica is not None and not replica.is_ready:
         return replica.total_bytes - replica.loaded_bytes
@@ -70,7 +64,6 @@ def forget_worker(worker: Worker) -> None:
 
 
 def free_retired(model: Model, workers: Mapping[WorkerId, Worker]) -> list[Action]:
-    """Order workers without a replica of a model to free its bytes."""
     actions: list[Action] = []
     for name in model.retired:
         record_bytes(model, workers[name], 0)

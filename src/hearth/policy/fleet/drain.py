@@ -1,15 +1,11 @@
 """Which busy models are drained for one that has waited too long for room. `serving.py` ends drains.
 
-If models take turns, only those wait for room that fit into no turn: few, and nearly as large as a worker.
-
-A request that has waited for its patience gets the cheapest set of models on one worker drained: they take no
-new requests, and when the last running one has ended there is room. The set includes idle models, which must
-not become busy meanwhile. A loading model is not drained, because its requests have waited as well, nor is
-one with a request that came earlier.
+The cheapest set of models on one worker takes no new requests, and when the last running one has ended there
+is room. The set includes idle models, which must not become busy meanwhile. A loading model is not drained,
+because its requests have waited as well, nor is one with a request that came earlier.
 
 The length of running requests is unknown. So a drain that is not done after `max_drain_s` is given up: its
-worker takes requests again, and is not drained for as long. Meanwhile models are loaded there if they leave
-room for the one that waits.
+worker takes requests again, and is not drained for as long.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
         workers = (fleet.workers[name] for name in ranking.down_to_rank(0))
         suited = (worker for worker in workers if _is_suited(fleet, worker, model, footprint))
         plans += [_choose_victims(fleet, worker, model, footprint) for worker in islice(suited, MAX_WORKERS)]
-    if not plans or not all(_has_busy(plan) for plan in plans):
+    if not plans or not all(any(victim.replica.running for victim in plan) for plan in plans):
         return None
     best = min(plans, key=lambda plan: (sum(victim.cost_s for victim in plan), plan[0].replica.worker.name))
     victims = tuple(victim.replica for victim in best)
@@ -59,7 +55,6 @@ def is_done(drain: Drain) -> bool:
 
 
 def is_in_vain(fleet: Fleet, drain: Drain) -> bool:
-    """True if victims still run requests after `max_drain_s`."""
     return fleet.now_s >= drain.began_s + fleet.config.max_drain_s and not is_done(drain)
 
 
@@ -76,10 +71,6 @@ def leaves_room(fleet: Fleet, drain: Drain, footprint: Footprint) -> bool:
 
 
 def is_needless(fleet: Fleet, drain: Drain) -> bool:
-    """True if the model no longer waits for room, or a victim can no longer go.
-
-    A victim cannot go if it was pinned meanwhile, or has an earlier request.
-    """
     return drain.model.name not in fleet.queues.for_room or not all(
         _may_go(replica, drain.model) for replica in drain.victims
     )
@@ -90,7 +81,6 @@ def _has_room(fleet: Fleet, promises: Promises, footprint: Footprint) -> bool:
 
 
 def _is_suited(fleet: Fleet, worker: Worker, model: Model, footprint: Footprint) -> bool:
-    """True if a worker would have room for a model without its drainable replicas."""
     if worker.drain is not None or worker.name in fleet.resting or model.name in worker.replicas:
         return False
     promises = worker.promises.copy()
@@ -111,17 +101,12 @@ def _may_go(replica: Replica, model: Model) -> bool:
     return replica.hold is not Hold.PINNED and not is_earlier
 
 
-def _has_busy(plan: tuple[Victim, ...]) -> bool:
-    return any(victim.replica.running for victim in plan)
-
-
 def _choose_victims(fleet: Fleet, worker: Worker, model: Model, footprint: Footprint) -> tuple[Victim, ...]:
     victims = [_price(fleet, replica) for replica in _find_drainable(worker, model)]
     return choose_fewest(worker.promises, victims, lambda left: _has_room(fleet, left, footprint))
 
 
 def _price(fleet: Fleet, replica: Replica) -> Victim:
-    """Return a replica with its reload cost plus the time until its requests have ended."""
     priced = price_victim(replica, fleet.estimates, fleet.now_s)
     if not replica.running:
         return priced

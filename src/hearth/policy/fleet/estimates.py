@@ -7,16 +7,12 @@ from dataclasses import dataclass, field
 from hearth.core.types import ModelId
 from hearth.policy.memory.reload_cost import ReloadCosts
 
-#: Assumed run time before the first request has ended.
 PRIOR_RUN_S = 1.0
-#: Weight of the newest run in a mean.
 NEWEST_WEIGHT = 0.2
 
 
 @dataclass(slots=True)
 class Estimates:
-    """Mean run times of requests, and reload costs of models. Mutable; written only by `step`."""
-
     reload: ReloadCosts
     mean_run_s: float | None = None
     run_s_by_model: dict[ModelId, float] = field(default_factory=dict)
@@ -27,12 +23,10 @@ class Estimates:
         self.run_s_by_model[model] = _averaged(self.run_s_by_model.get(model), seconds)
 
     def forget(self, model: ModelId) -> None:
-        """Forget a removed model: another of the same name may be nothing like it."""
         self.run_s_by_model.pop(model, None)
         self.reload.forget(model)
 
     def run_s(self, model: ModelId | None = None) -> float:
-        """Return the run time of a request of a model, or of all models if it has none yet."""
         known_s = self.mean_run_s if model is None else self.run_s_by_model.get(model, self.mean_run_s)
         return PRIOR_RUN_S if known_s is None else known_s
 

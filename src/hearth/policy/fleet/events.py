@@ -15,8 +15,6 @@ from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 
 @dataclass(frozen=True, slots=True)
 class ModelDeployed:
-    """A model was deployed, or its profile changed."""
-
     now_s: float
     profile: ModelProfile
 
@@ -29,7 +27,7 @@ class ModelRemoved:
 
 @dataclass(frozen=True, slots=True)
 class ModelStopped:
-    """A user wants a model idle: retained, or with `is_freed` out of memory. Running requests may finish."""
+    """A user wants a model idle: retained, or with `is_freed` out of memory."""
 
     now_s: float
     model: ModelId
@@ -49,8 +47,6 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker is gone; its requests go on elsewhere."""
-
     now_s: float
     worker: WorkerId
     culprit: ModelId | None = None  #: the model whose step was running; None: none or unknown
@@ -95,8 +91,6 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """The client of a request is gone."""
-
     now_s: float
     request_id: RequestId
 
@@ -130,7 +124,6 @@ class ModelReady:
 
     @property
     def whole_s(self) -> float | None:
-        """The time in which exactly the bytes of the rungs came; None: unknown."""
         return None if self.ahead_bytes or self.shared_bytes else self.total_s
 
 
@@ -155,8 +148,6 @@ class TurnBegan:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A model is no longer promised memory on a worker; its requests, if any, wait there."""
-
     now_s: float
     worker: WorkerId
     model: ModelId
@@ -165,8 +156,6 @@ class TurnEnded:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyReported:
-    """How much of a model lies on the rungs that all workers of a machine share."""
-
     now_s: float
     model: ModelId
     bytes_by_rung: Mapping[Rung, int]
@@ -174,10 +163,7 @@ class ResidencyReported:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReported:
-    """How much of each model's weights lies in a worker's device memory, hosted or retired.
-
-    A full report, which replaces the one before.
-    """
+    """How much of each model's weights lies in a worker's device memory. Replaces the report before."""
 
     now_s: float
     worker: WorkerId
@@ -186,8 +172,6 @@ class DeviceReported:
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """The time of the last `SetTimer` has come."""
-
     now_s: float
 
 
@@ -237,8 +221,6 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Give a request to a worker, where it may have to wait for its model to load."""
-
     request_id: RequestId
     model: ModelId
     worker: WorkerId
@@ -286,8 +268,6 @@ class SetHold:
 
 @dataclass(frozen=True, slots=True)
 class RefusePin:
-    """Report that a model cannot be pinned for now."""
-
     model: ModelId
     worker: WorkerId
     message: str  #: with the numbers
@@ -321,8 +301,6 @@ class CancelRun:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Post `TimerFired` at that time; replaces the last timer."""
-
     at_s: float
 
 

@@ -22,7 +22,6 @@ class Victim:
 
     @property
     def rank(self) -> tuple[Hold | None, float, str]:
-        """A sort key: the least held first, then the cheapest per byte."""
         replica = self.replica
         return replica.hold, self.cost_s / max(1, replica.promise.own_bytes), replica.model.name
 
@@ -51,10 +50,7 @@ def plan_evictions(
 def plan_turn_evictions(
     worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float
 ) -> EvictionPlan | None:
-    """Return what to evict for a model that takes turns with the rest; None if it has no turn then.
-
-    Few have to go: weights of idle models are lent anyway, and only what they keep besides is in the way.
-    """
+    """Return what to evict for a model that takes turns with the rest; None if it has no turn then."""
     if not worker.promises.can_take_turns(footprint, without=Hold.WARM):
         return None
     victims = [price_victim(replica, estimates, now_s) for replica in find_idle(worker)]
@@ -66,7 +62,6 @@ def find_idle(worker: Worker) -> list[Replica]:
 
 
 def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim:
-    """Return a replica with its reload cost, which is 0 for an old version."""
     model = replica.model
     if model.profile is None or replica.is_stale:
         return Victim(replica, 0.0)

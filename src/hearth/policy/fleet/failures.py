@@ -1,13 +1,10 @@
 """Models that failed: how long they are not retried, and which requests are refused meanwhile.
 
-A model has failed on a worker if it could not be loaded there, or failed before it had served a request: a
-load proves little, because the first step may fail. It is tried on other workers with room. If there are
-none, it is not loaded for a while, which doubles each time until it has served: every try costs a load, and
-room.
+A model has failed on a worker if it failed before it had served a request. It is tried on other workers with
+room. If there are none, it is not loaded for a while, which doubles each time until it has served.
 
-A model that kills its worker, in its first step or load, costs all other models there theirs. Once may be
-chance; from the second time in a row it is not loaded anywhere for a while. A loss only counts against
-requests of suspected models.
+A model that kills its worker costs all other models there theirs. Once may be chance; from the second time in
+a row it is not loaded anywhere for a while. A loss only counts against requests of suspected models.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from hearth.policy.fleet.records import LoadFailure, Model, Replica, Worker
 from hearth.policy.fleet.refusals import reject
 from hearth.policy.fleet.routing import has_untried_place
 
-#: Delay of the first retry of a failed model; it doubles up to a limit.
 FIRST_DELAY_S, MAX_DELAY_S = 2.0, 60.0
 #: A replica that fails after being ready for this long counts as proven.
 PROVEN_S = 60.0
@@ -36,12 +32,10 @@ def clamp_retry_s(seconds: float) -> float:
 
 
 def is_proven(replica: Replica, now_s: float) -> bool:
-    """True if a replica has served a request, or was ready long enough to count as if it had."""
     return replica.is_ready and (replica.has_served or now_s >= replica.ready_s + PROVEN_S)
 
 
 def back_off(fleet: Fleet, model: Model, message: str) -> None:
-    """Delay the next try of a failed model, unless it is served or has room elsewhere."""
     if not (model.usable or has_untried_place(fleet, model)):
         _hold_back(fleet, model, message, is_deadly=False)
 
@@ -58,12 +52,7 @@ def find_suspects(worker: Worker, culprit: ModelId | None) -> list[Replica]:
     replicas = list(worker.replicas.values())
     if culprit is not None:
         return [replica for replica in replicas if replica.model.name == culprit]
-    return [replica for replica in replicas if _is_loading(replica)] or replicas
-
-
-def _is_loading(replica: Replica) -> bool:
-    """True if a replica is being loaded, which only happens in its turn."""
-    return not replica.is_ready and replica.is_in_turn
+    return [one for one in replicas if not one.is_ready and one.is_in_turn] or replicas
 
 
 def record_loss(
@@ -86,7 +75,6 @@ def record_loss(
 
 
 def find_retry_s(fleet: Fleet, model: Model) -> float | None:
-    """Return in how many seconds a failed model is retried; None if it may be loaded now."""
     failure = model.failure
     if failure is None or fleet.now_s >= failure.until_s or model.usable:
         return None
@@ -104,7 +92,6 @@ def failure_reason(failure: LoadFailure) -> RejectReason:
 
 
 def refuse_failing(fleet: Fleet, model: Model) -> list[Action]:
-    """Reject all requests that wait for a model which must not be loaded now."""
     failure, retry_s = model.failure, find_retry_s(fleet, model)
     if failure is None or retry_s is None:
         return []

@@ -1,9 +1,7 @@
 """The state of the brain: waiting and running requests, and what each model holds of each worker.
 
 Decides nothing. Every lookup that a decision needs is an index, so that no event costs a walk over all
-workers or models: workers of one kind are ranked by their room (`capacity.py`), a model's replicas by their
-requests, waiting models by their first request (`queues.py`). `reindex` carries a change of a replica into
-all of these.
+workers or models. `reindex` carries a change of a replica into all of these.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ class Fleet:
         self.config = config
         self.estimates = Estimates(ReloadCosts(config.priors))
         self.now_s = -math.inf
-        #: Counts events.
         self.step_number = 0
         self.models: dict[ModelId, Model] = {}
         self.workers: dict[WorkerId, Worker] = {}
@@ -50,16 +47,13 @@ class Fleet:
         self.resting: dict[WorkerId, float] = {}
         #: When the first waiting model without a drain stops reserving room.
         self.kept_until_s = math.inf
-        #: The last ordered timer that has not fired.
         self.timer_s: float | None = None
-        #: Replicas that were ever added.
         self.num_added = 0
         #: The most workers there have been at a time: a lost one is replaced.
         self.most_workers = 0
 
     @property
     def is_complete(self) -> bool:
-        """True if no worker is missing: waiting for one would not help."""
         return 0 < self.most_workers == len(self.workers)
 
     def advance(self, now_s: float) -> None:
@@ -113,7 +107,6 @@ class Fleet:
         return requests
 
     def add(self, replica: Replica) -> None:
-        """Enter a replica that is about to be loaded."""
         model, worker = replica.model, replica.worker
         assert worker.name not in model.replicas, f"`{model.name}` is on worker `{worker.name}` already"
         replica.number = self.num_added = self.num_added + 1
@@ -150,7 +143,6 @@ class Fleet:
             self.reindex(replica)
 
     def update_unplaced(self, model: Model) -> None:
-        """Enter a model into `unplaced` if it must be loaded unasked, else remove it."""
         is_wanted = model.profile is not None and model.profile.is_pinned and not model.is_stopped
         if is_wanted and not any(not replica.is_stale for replica in model.replicas.values()):
             self.unplaced[model.name] = model
@@ -158,7 +150,6 @@ class Fleet:
             self.unplaced.pop(model.name, None)
 
     def _update_pin(self, replica: Replica) -> None:
-        """Pin a replica if it should and can be; else enter it for `pins.py`, or remove it."""
         model, worker = replica.model, replica.worker
         if not (model.is_pinned or replica.has_pin or self.refused_pins):
             return  # the common case
@@ -256,7 +247,6 @@ class Fleet:
             self.reindex(replica)
 
     def end(self, request: Request) -> None:
-        """Free the slot or the place in the queue of a request that ended."""
         self.queues.remove(request)
         if request.replica is not None:
             self._stop_running(request, request.replica)
@@ -266,10 +256,7 @@ class Fleet:
             self.queues.line_up(request.model)
 
     def requeue(self, request: Request, *, is_at_fault: bool) -> None:
-        """Return a request that lost its replica to its place in the queue.
-
-        `is_at_fault`: because of a step that it was in, as far as known.
-        """
+        """Return a request to its place in the queue. `is_at_fault`: its own step lost the replica."""
         assert request.replica is not None, f"waits already: `{request.request_id}`"
         self._stop_running(request, request.replica)
         request.replica = None

@@ -23,7 +23,6 @@ from hearth.policy.fleet.records import Drain, KnownAdapters, Model, Replica, Re
 
 Facts = Mapping[str, object]  #: the stored fields of a record, by name
 
-#: Fields that refer to other records, and indexes.
 _REBUILT: Mapping[type[Request | Model | Replica], set[str]] = {
     Request: {"model", "replica"},
     Model: {"retired", "replicas", "usable", "loading", "with_free_slot", "failed_on", "waiting", "queue"},
@@ -61,8 +60,6 @@ class DrainState:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """All facts of a fleet between two steps, without its configuration."""
-
     now_s: float
     step_number: int
     num_added: int

@@ -36,9 +36,7 @@ from hearth.core.sizes import (
 )
 from hearth.policy.fleet.profile import Footprint
 
-#: The least useful length of a conversation.
 _MIN_CONTEXT = 2048
-#: A context that is cut is a multiple of this.
 _CONTEXT_STEP = 16
 #: Of mapped memory, as `memory/cuda_pages.py` has it.
 PAGE_BYTES = 16 << 20
@@ -147,7 +145,6 @@ def fixed_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) ->
 
 
 def weights_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
-    """Return the bytes of weights, with what is lost to loading and to fragments of an arena."""
     num_bytes = facts.num_bytes
     if facts.dtype != computed_dtype(facts.dtype, kind):
         # Widened in place, one tensor at a time, with a copy of it meanwhile.
@@ -156,7 +153,6 @@ def weights_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
 
 
 def arena_loss_bytes(facts: Facts, limits: StepLimits) -> int:
-    """Return the bytes that the least KV may lose at the ends of the free regions that it is taken from."""
     return 2 * MAX_EXTENTS * _block_bytes(facts, "cpu", limits)
 
 
@@ -176,7 +172,6 @@ def _least_kv_bytes(facts: Facts, kind: str, limits: StepLimits, context: int) -
 
 
 def _sink_bytes(facts: Facts, kind: str, limits: StepLimits) -> int:
-    """Return the bytes of the sink, with what is lost at either end of its region of an arena."""
     block_bytes = _block_bytes(facts, kind, limits)
     return _up_to(block_bytes, PAGE_BYTES) if kind == "cuda" else 3 * block_bytes
 
@@ -187,7 +182,6 @@ def _block_bytes(facts: Facts, kind: str, limits: StepLimits) -> int:
 
 
 def _in_units(num_bytes: int, kind: str) -> int:
-    """Return bytes rounded up to whole pages on CUDA devices, to whole regions of an arena elsewhere."""
     return _up_to(num_bytes, PAGE_BYTES if kind == "cuda" else REGION_BYTES)
 
 

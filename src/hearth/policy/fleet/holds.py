@@ -10,11 +10,7 @@ from hearth.policy.fleet.records import Replica
 
 
 class Expiries:
-    """When warm replicas become retained. Mutable; written only by the fleet.
-
-    Entries of replicas that were used again or evicted are corrected when their time comes, which is cheaper
-    than finding them before.
-    """
+    """When warm replicas become retained. Mutable; written only by the fleet."""
 
     def __init__(self) -> None:
         #: (time, replica number, entry number, replica). Each warm replica has one no later than its expiry.
@@ -32,7 +28,6 @@ class Expiries:
         return self._pop() if self.next_s() <= now_s else None
 
     def next_s(self) -> float:
-        """Return when the next replica expires; infinite if none is warm."""
         while self._heap:
             at_s, *_, replica = self._heap[0]
             if replica.hold is Hold.WARM and replica.expires_s <= at_s:
@@ -66,5 +61,4 @@ class HoldNotices:
 
 
 def _must_notify(replica: Replica) -> bool:
-    """True if the worker's hold of a replica differs from the books, except that it sees busy ones itself."""
     return replica.hold not in (None, Hold.PAUSED, Hold.BUSY, replica.notified_hold)

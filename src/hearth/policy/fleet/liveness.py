@@ -1,20 +1,17 @@
 """Whether a silent worker is slow or hangs.
 
-The step thread answers between steps, and a step may take minutes on few cores. So a worker is silent only
-while it neither sends anything nor passes a mark: at each layer on a CPU, at the end of each step elsewhere
-(`engine/engine.py`).
+A step may take minutes on few cores. So a worker is silent only while it neither sends anything nor passes a
+mark: at each layer on a CPU, at the end of each step elsewhere (`engine/engine.py`).
 
-The limit follows from the past: prompts of a next step are at most `GROWTH` times those of a measured one
-(`policy/batch/prompt_allowance.py`), so that the time between marks stays below `TIMES_LONGEST` times the
-longest so far. A hanging kernel is found after that, or after the usual time if longer, and at most after
-`MAX_SILENCE_S`.
+Prompts of a next step are at most `GROWTH` times those of a measured one
+(`policy/batch/prompt_allowance.py`), so the time between marks stays below
+`TIMES_LONGEST` times the longest so far.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: A step hangs that takes this many times the longest time of its model to a mark.
 TIMES_LONGEST = 10.0
 #: A first step may take this many times the usual: kernels may have to be compiled.
 TIMES_FIRST = 10.0
@@ -35,8 +32,7 @@ def max_silence_s(usual_s: float, longest_s: float | None) -> float:
 class Silence:
     """For how many heartbeats a worker has been silent. Mutable; written by the task that watches it.
 
-    A heartbeat counts less by the time that the worker waited for a core: on a busy machine a healthy worker
-    is late. A late heartbeat counts once.
+    A heartbeat counts less by the time that the worker waited for a core.
     """
 
     heartbeat_s: float
@@ -45,7 +41,6 @@ class Silence:
 
     @property
     def seconds(self) -> float:
-        """How long the worker has been silent although it had a core."""
         return self.num_missed * self.heartbeat_s
 
     def beat(self, queued_s: float, *, was_heard: bool) -> None:

@@ -1,9 +1,7 @@
 """Which replicas that should be pinned are, if models take turns.
 
-A pinned replica is always in turn. So it is pinned only if all others on its worker still fit, each in its
-turn; idle ones that do not are evicted. A replica that cannot be pinned is held like any other, which is
-reported once, and pinned as soon as possible. Without turns all hosted models fit together, and a pin always
-counts.
+A replica is pinned only if all others on its worker still fit, each in its turn; idle ones that do not are
+evicted. One that cannot be pinned is reported once, and pinned as soon as possible.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from hearth.policy.fleet.refusals import explain_refused_pin
 
 
 def grant_pins(fleet: Fleet) -> list[Action]:
-    """Pin replicas that should and can be pinned now, and evict those in the way."""
     actions: list[Action] = []
     for replica in list(fleet.refused_pins):
         if replica not in fleet.refused_pins:  # It was evicted for another one.

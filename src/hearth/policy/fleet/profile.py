@@ -10,8 +10,6 @@ from hearth.core.types import ModelId
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Device memory that a worker owes a hosted model."""
-
     own_bytes: int  #: for the model alone
     workspace_bytes: int  #: shared by all models, if the pool can
     standing_bytes: int = 0  #: of `own_bytes`, what it keeps out of turn
@@ -27,8 +25,6 @@ NOTHING_PROMISED = Promise(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Device memory that a model takes on one kind of device."""
-
     fixed_bytes: int  #: weights, workspace and tables: all but KV
     min_kv_bytes: int  #: promised; below this it cannot be served
     max_kv_bytes: int  #: limit; KV beyond the minimum is lent
@@ -39,7 +35,6 @@ class Footprint:
 
     @property
     def weights_bytes(self) -> int:
-        """Weights, with what is lost to loading and placing them."""
         return self.fixed_bytes - self.workspace_bytes - self.tables_bytes
 
     @property

@@ -19,15 +19,11 @@ class RequestQueues:
     """All requests that have not ended. Mutable; written only by the fleet."""
 
     def __init__(self, patience_s: float) -> None:
-        """`patience_s`: how long an interactive request waits before it is overdue."""
         self._patience_s = patience_s
-        #: Accepted and not ended.
         self.requests: dict[RequestId, Request] = {}
         self.num_waiting = 0
-        #: Dispatched to a replica that has had no turn since.
         self.num_awaiting_turn = 0
-        #: Models with waiting requests, by the place of the first: in one queue those without a usable
-        #: replica, in the other those whose replicas are all full.
+        #: By the place of the first request: models without a usable replica, and those with full ones only.
         self.for_room: Ranking[ModelId, Place] = Ranking()
         self.for_slot: Ranking[ModelId, Place] = Ranking()
         #: Something happened that may let a waiting request run, or make one wait.
@@ -36,7 +32,6 @@ class RequestQueues:
         self.must_refuse = False
         #: Waiting requests by when their patience ends, if it may not be over.
         self.patient: Ranking[RequestId, float] = Ranking()
-        #: The number of the request that arrives next.
         self.next_number = 0
 
     @property
@@ -44,7 +39,6 @@ class RequestQueues:
         return len(self.requests) - self.num_waiting
 
     def accept(self, event: RequestArrived, model: Model, now_s: float) -> Request:
-        """Enter a request that is in no queue yet."""
         assert event.request_id not in self.requests, f"arrived twice: request `{event.request_id}`"
         assert model.profile is not None, f"removed: `{model.name}`"
         digest = model.profile.digest
@@ -88,7 +82,6 @@ class RequestQueues:
         request.awaits_turn = is_waiting
 
     def line_up(self, model: Model) -> None:
-        """Put a model into its queue, by its first request."""
         first = model.first_waiting
         queue = None if first is None else (self.for_slot if model.usable else self.for_room)
         if model.queue is not None and model.queue is not queue:
@@ -98,7 +91,6 @@ class RequestQueues:
             queue.put(model.name, first.place)
 
     def next_overdue_s(self, now_s: float) -> float:
-        """Return when the next waiting request becomes overdue; infinite if none does."""
         while (until_s := self.patient.lowest) is not None:
             if until_s > now_s:
                 return until_s

@@ -11,15 +11,11 @@ Rank = TypeVar("Rank")  #: a number, or anything else that has an order
 
 
 class Ranking(Generic[Id, Rank]):
-    """Ids sorted by rank, then by id. Mutable; one owner.
-
-    A sorted list: an insertion takes a few hundred nanoseconds for a thousand workers.
-    """
+    """Ids in a list sorted by rank, then by id. Mutable; one owner."""
 
     __slots__ = ("_rank_by_id", "_ranked")
 
     def __init__(self) -> None:
-        #: The same pairs twice: sorted here, by id there.
         self._ranked: list[tuple[Rank, Id]] = []
         self._rank_by_id: dict[Id, Rank] = {}
 

@@ -26,21 +26,16 @@ MAX_KNOWN = 1024
 
 
 def share_for_batch(most: int) -> int:
-    """Return how many of `most` slots, or places in the queue, batch requests may fill."""
     return most - most // INTERACTIVE_SHARE
 
 
 class Place(NamedTuple):
-    """The place of a request among those that wait; the least is first."""
-
     line_s: float  #: when it came; a batch request `BATCH_PATIENCE_S` later
     number: int
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request that was accepted and has not ended: it waits in its model's queue, or runs on a replica."""
-
     request_id: RequestId
     model: Model
     number: int  #: in order of arrival; never used again
@@ -50,14 +45,11 @@ class Request:
     is_batch: bool = False
     adapter: WantedAdapter | None = None  #: None: the bare model
     num_losses: int = 0  #: replicas lost in a step that it was in, as far as known
-    #: Since when it waits, or last waited, and the step of the brain in which that began.
     queued_s: float = 0.0
     queued_step: int = 0
-    #: None while it waits.
     replica: Replica | None = None
     #: When it was dispatched, or its replica had its first turn since.
     started_s: float = 0.0
-    #: Its replica has had no turn since it was dispatched.
     awaits_turn: bool = False
 
     @property
@@ -69,17 +61,12 @@ class Request:
         return self.is_batch and now_s < self.line_s
 
     def overdue_s(self, patience_s: float) -> float:
-        """Return when the request is overdue, by the patience of an interactive one.
-
-        A batch request has more patience, but no more once it goes before all new ones.
-        """
+        """Return when the request is overdue, by the patience of an interactive one."""
         return max(self.line_s, self.queued_s + patience_s)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A model failed and no other worker has room for it, or it kills workers."""
-
     message: str
     delay_s: float
     until_s: float  #: until then it is not loaded where it failed
@@ -88,8 +75,6 @@ class LoadFailure:
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """A deployed model, or a removed one that still has replicas."""
-
     name: ModelId
     #: None: removed; what still runs may finish.
     profile: ModelProfile | None = None
@@ -97,7 +82,6 @@ class Model:
     named_keep_alive_s: float | None = None
     #: A user stopped it, and no request came since: it is not loaded unasked.
     is_stopped: bool = False
-    #: Workers in a row that it killed, as far as known, before it had produced a token on them.
     num_deadly_loads: int = 0
     #: The last failure without another place; None: none, or it has served since.
     failure: LoadFailure | None = None
@@ -117,34 +101,28 @@ class Model:
     failed_on: dict[WorkerId, Worker] = field(default_factory=dict)
     #: By number, in the order of their places. Empty while any replica has a slot for the first.
     waiting: dict[int, Request] = field(default_factory=dict)
-    #: Its queue; None exactly if nothing waits.
+    #: None exactly if nothing waits.
     queue: Ranking[ModelId, Place] | None = None
 
     @property
     def keep_alive_s(self) -> float:
-        """How long an idle replica stays warm: by the last request, else as deployed."""
         if self.named_keep_alive_s is not None:
             return self.named_keep_alive_s
         return 0.0 if self.profile is None else self.profile.keep_alive_s
 
     @property
     def is_pinned(self) -> bool:
-        """True if one replica of the model is kept for ever."""
         return self.profile is not None and (self.profile.is_pinned or math.isinf(self.keep_alive_s))
 
     @property
     def pinned_replica(self) -> Replica | None:
-        """The oldest wanted replica of a pinned model; the others come and go with the load.
-
-        If models take turns it is pinned only if `has_pin`.
-        """
+        """The oldest wanted replica of a pinned model; the others come and go with the load."""
         if not self.is_pinned:
             return None
         return next((replica for replica in self.replicas.values() if not replica.is_unwanted), None)
 
     @property
     def is_resident(self) -> bool:
-        """True if any of the model is in a worker's memory or being loaded."""
         return bool(self.replicas or self.resident_bytes)
 
     @property
@@ -163,7 +141,6 @@ class Model:
         self.failed_on[worker.name], worker.failed[self.name] = worker, self
 
     def clear_failure(self, worker: Worker) -> None:
-        """Forget that the model failed on a worker, where it has served now."""
         self.failure, self.num_deadly_loads = None, 0
         self.failed_on.pop(worker.name, None)
         worker.failed.pop(self.name, None)
@@ -184,8 +161,6 @@ class Stop:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """A model on a worker, from the order to load it until it is evicted."""
-
     model: Model
     worker: Worker
     promise: Promise
@@ -201,7 +176,6 @@ class Replica:
     #: Its worker steps it; always True without turns.
     is_in_turn: bool = True
     has_had_turn: bool = False
-    #: When its last turn began or ended.
     turn_changed_s: float = 0.0
     running: dict[RequestId, Request] = field(default_factory=dict)
     idle_since_s: float = 0.0
@@ -223,7 +197,6 @@ class Replica:
 
     @property
     def has_free_slot(self) -> bool:
-        """True if one more interactive request may run on the replica."""
         return len(self.running) < self.max_seqs
 
     def has_slot_for(self, request: Request, now_s: float) -> bool:
@@ -248,22 +221,18 @@ class Replica:
 
     @property
     def must_free_bytes(self) -> bool:
-        """True if the replica's bytes must leave the device with it."""
         return self.is_outdated or (self.stop is not None and self.stop.is_freed)
 
     @property
     def is_unwanted(self) -> bool:
-        """True if the replica is of an old version, or a user has stopped it."""
         return self.is_stale or self.stop is not None
 
     @property
     def expires_s(self) -> float:
-        """When the replica, if it stays idle, becomes retained."""
         keep_alive_s = self.model.keep_alive_s
         return self.idle_since_s + (SPARE_KEEP_ALIVE_S if math.isinf(keep_alive_s) else keep_alive_s)
 
     def hold_at(self, now_s: float) -> Hold:
-        """Return how the replica must be held at that time, whatever the books say."""
         if self.has_pin:
             return Hold.PINNED
         if self.running:
@@ -273,10 +242,7 @@ class Replica:
 
 @dataclass(slots=True)
 class KnownAdapters:
-    """The adapters that a worker is thought to have on its device: those that requests brought there last.
-
-    Workers do not report evicted adapters: it happens all the time and costs the next request milliseconds.
-    """
+    """The adapters that requests brought to a worker last. Evictions are not reported."""
 
     #: The one that was used longest ago first.
     used: dict[AdapterId, None] = field(default_factory=dict)
@@ -293,16 +259,12 @@ class KnownAdapters:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One life of a worker process, which has one device."""
-
     name: WorkerId
     kind: str
     promises: Promises
     replicas: dict[ModelId, Replica] = field(default_factory=dict)
-    #: Those of `replicas` with requests.
     busy: dict[ModelId, Replica] = field(default_factory=dict)
     drain: Drain | None = None
-    #: Models that failed here and have not served since.
     failed: dict[ModelId, Model] = field(default_factory=dict)
     #: Models that have bytes here, with a replica or without. Written only by `device_bytes.py`.
     resident_models: dict[ModelId, Model] = field(default_factory=dict)
@@ -311,11 +273,6 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drain:
-    """Replicas of one worker that take no new requests, to make room for a waiting model.
-
-    Includes idle ones, because a request that made one busy again would undo the plan.
-    """
-
     model: Model  #: that waits for the room
     worker: Worker
     victims: tuple[Replica, ...]

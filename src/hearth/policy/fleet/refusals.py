@@ -10,14 +10,12 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
 
-#: Names in a sentence for people.
 MAX_NAMES = 3
 
 
 def reject(
     fleet: Fleet, request: Request, reason: RejectReason, message: str, retry_s: float | None = None
 ) -> Reject:
-    """End an accepted request, and return the order that says so."""
     fleet.end(request)
     return Reject(request.request_id, reason, message, retry_s)
 

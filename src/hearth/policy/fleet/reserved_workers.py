@@ -12,7 +12,6 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.records import Drain, Worker
 
-#: Workers that are considered for one request.
 MAX_OPTIONS = 8
 
 
@@ -39,12 +38,10 @@ class ReservedWorkers:
 
     @property
     def has_all(self) -> bool:
-        """True if every worker except resting ones is reserved."""
         return len(self.drains) >= len(self.fleet.workers) or self._has_all_kinds
 
     @property
     def has_all_for_sure(self) -> bool:
-        """True if every worker is reserved, and none is open to other models all the same."""
         is_drained = len(self.drains) >= len(self.fleet.workers) > MAX_OPTIONS
         return not self.fleet.resting and (is_drained or self._has_all_kinds)
 
@@ -53,14 +50,12 @@ class ReservedWorkers:
         return all(self._has_kind(kind, index) for kind, index in self.fleet.capacity.by_kind.items())
 
     def _has_kind(self, kind: str, index: CapacityIndex) -> bool:
-        """True if every worker of a kind except resting ones is reserved."""
         least_bytes = min((one.least_bytes for one in self.footprints_by_kind.get(kind, ())), default=None)
         return least_bytes is not None and least_bytes <= (index.unpinned.lowest or 0)
 
     def find_open(
         self, kind: str, footprint: Footprint, most: Hold | None, *, roomiest_first: bool
     ) -> Iterator[WorkerId]:
-        """Return workers as `CapacityIndex.find_fitting` does, without those reserved for others."""
         index = self.fleet.capacity.by_kind[kind]
         names = index.find_fitting(footprint, most, roomiest_first=roomiest_first)
         if self._has_kind(kind, index):
@@ -69,7 +64,6 @@ class ReservedWorkers:
         return (name for name in names if not self.bars(self.fleet.workers[name], footprint))
 
     def bars(self, worker: Worker, footprint: Footprint) -> bool:
-        """True if a model would take room of a worker that is reserved for another."""
         if worker.name in self.fleet.resting:
             return False
         drain = self.drains.get(worker.name)
@@ -82,6 +76,5 @@ class ReservedWorkers:
 
 
 def _fits_within(one: Footprint, other: Footprint) -> bool:
-    """True if a model has room wherever another has."""
     mine, theirs = one.promise, other.promise
     return mine.own_bytes <= theirs.own_bytes and mine.workspace_bytes <= theirs.workspace_bytes

@@ -35,7 +35,6 @@ class Resident:
 
 
 def list_residents(fleet: Fleet, now_s: float) -> list[Resident]:
-    """Return every model on every worker, in the order of their names."""
     replicas = sorted(fleet.replicas(), key=lambda replica: (replica.worker.name, replica.model.name))
     return [_describe_resident(replica, now_s) for replica in replicas]
 

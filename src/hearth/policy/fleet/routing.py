@@ -1,13 +1,11 @@
 """Where a request goes, or a model is loaded: the worker with the least routing cost.
 
-A free slot is always taken before a model is loaded a second time, so replicas compete with replicas, and
-workers without the model with each other. Of these, workers that need not evict come first, then those that
-evict retained models, then warm ones, then, if models take turns, those whose busy models leave no room; the
-cost decides among equals. Workers that still have bytes of the model compete with the first of these, also if
-they must evict retained models, as long as that costs less than the bytes save. At most `MAX_OPTIONS` workers
-are compared: those with most of the model, those with the least sufficient room, which packs well, and those
-with the most, which are likely idle. Of replicas the least busy are compared, half of them with the request's
-adapter if possible.
+A free slot is always taken before a model is loaded a second time. Of workers without the model, those that
+need not evict come first, then those that evict retained models, then warm ones, then, if models take turns,
+those whose busy models leave no room; the cost decides among equals. Workers that still have bytes of the
+model compete with the first of these, if evicting retained models costs less than the bytes save. At most
+`MAX_OPTIONS` workers are compared: those with most of the model, with the least sufficient room, and with the
+most. Of replicas the least busy are compared, half of them with the request's adapter if possible.
 """
 
 from __future__ import annotations
@@ -36,13 +34,9 @@ def routing_cost(
 ) -> float:
     """Return what it costs to serve a request on a worker, in seconds.
 
-    Args:
-        config: weights of the parts.
-        queue_s: what the request loses by sharing the device: with its model's batch, in proportion to the
-            slots in use, and with other busy models, for as long as they, or it, run on average.
-        load_s: to load the missing bytes, from the rungs that have them.
-        utilisation: of the worker's budget, from 0 to 1: a full worker is preferred to an idle one.
-        evict_s: reload costs of all replicas that must go.
+    `queue_s`: what the request loses by sharing the device. `load_s`: to load the missing bytes.
+    `utilisation`: of the worker's budget, from 0 to 1: a full worker is preferred.
+    `evict_s`: reload costs of all replicas that must go.
     """
     return (
         config.queue_weight * queue_s
@@ -54,16 +48,12 @@ def routing_cost(
 
 @dataclass(frozen=True, slots=True)
 class FreeReplica:
-    """A replica that takes one more request, and the workers it was chosen from."""
-
     replica: Replica
     options: tuple[Option, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """A worker for a new replica, and the workers it was chosen from."""
-
     worker: Worker
     footprint: Footprint
     evictions: EvictionPlan
@@ -72,7 +62,6 @@ class ReplicaPlace:
 
 
 def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
-    """Return the cheapest replica with a slot for a request; None if there is none."""
     model = request.model
     free = (model.replicas[name] for name in model.with_free_slot)
     open_ = (replica for replica in free if replica.has_slot_for(request, fleet.now_s))
@@ -114,10 +103,7 @@ def choose_place(
 
 
 def has_untried_place(fleet: Fleet, model: Model) -> bool:
-    """True if a model could be loaded now where it has not failed, and no other one waits for room.
-
-    No warm model is evicted for one that is deployed as pinned.
-    """
+    """True if a model could be loaded now where it has not failed, and no other one waits for room."""
     if model.profile is None or any(name != model.name for name in fleet.queues.for_room):
         return False
     most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
@@ -205,14 +191,10 @@ def _classify_workers(
     reserved: ReservedWorkers,
     most: Hold,
 ) -> Iterator[tuple[list[WorkerId], Hold]]:
-    """Yield workers that could take a model, from those that lose nothing to those that lose most.
-
-    Each with what may be evicted on a worker that has bytes of the model.
-    """
+    """Yield workers that could take a model, from those that lose nothing to those that lose most."""
     kinds = [kind for kind in fleet.capacity.by_kind if kind in profile.footprints]
 
     def find_few(going: Hold | None) -> list[WorkerId]:
-        """Return the tightest and the roomiest workers that fit without replicas held up to `going`."""
         found: dict[WorkerId, None] = {}
         for kind in kinds:
             footprint = profile.footprints[kind]
@@ -241,7 +223,6 @@ def _price_option(
     evictions: EvictionPlan | None = None,
     adapter_bytes: int = 0,
 ) -> Option:
-    """Return a worker with its cost. `adapter_bytes`: missing bytes of the request's adapter."""
     queue_s = _estimate_queue_s(fleet, model, worker)
     missing_bytes = count_missing_bytes(model, worker)
     load_s = fleet.estimates.reload.load_s(missing_bytes, model.bytes_by_rung)
@@ -254,10 +235,6 @@ def _price_option(
 
 
 def _likely_replicas(request: Request, replicas: Iterable[Replica]) -> list[Replica]:
-    """Return the first replicas, both some with the request's adapter and some without.
-
-    One with few requests may be better without it than all that have it.
-    """
     if request.adapter is None:
         return list(islice(replicas, MAX_OPTIONS))
     having, lacking = list[Replica](), list[Replica]()
@@ -268,13 +245,11 @@ def _likely_replicas(request: Request, replicas: Iterable[Replica]) -> list[Repl
 
 
 def _missing_adapter_bytes(request: Request, worker: Worker) -> int:
-    """Return the bytes of a request's adapter, unless a worker is thought to have it."""
     adapter = request.adapter
     return 0 if adapter is None or adapter.adapter in worker.adapters else adapter.num_bytes
 
 
 def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
-    """Return how long running requests delay a request of a model on a worker."""
     estimates = fleet.estimates
     own_s = estimates.run_s(model.name)
     replica = worker.busy.get(model.name)
@@ -284,7 +259,6 @@ def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
 
 
 def _show_others(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_options: int) -> Iterator[Option]:
-    """Yield workers that were not considered, with the reason: other replicas, then those with most room."""
     done = set(shown)
     roomiest = chain.from_iterable(
         index.idle.down_to_rank(index.idle.lowest or 0) for index in fleet.capacity.by_kind.values()
@@ -297,10 +271,7 @@ def _show_others(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_opti
 
 
 def explain_wait(fleet: Fleet, request_id: RequestId) -> str | None:
-    """Say why a request waits for a slot or for room; None if it does not.
-
-    By one worker: one that has its model, else the one that can free the most memory.
-    """
+    """Say why a request waits for a slot or for room; None if it does not."""
     request = fleet.queues.requests.get(request_id)
     if request is None or request.replica is not None:
         return None

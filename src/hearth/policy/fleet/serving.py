@@ -1,21 +1,15 @@
 """Which waiting request is served next, and for which others are drained.
 
 Room goes to the first model that waits for some; no later one may take any on workers that could ever hold
-it, so that it cannot starve. A model that could not fit even without all unpinned models holds up none.
-
-If models take turns, one without room beside busy models is hosted all the same. One that had no turn for
-`patience_s` is loaded a second time for a new request, if there is room.
-
-A model that has waited for room for `patience_s` has busy models of one worker drained (`drain.py`). From
-then on only that worker is reserved for it. A model without a drainable worker reserves room for
-`max_drain_s` more and no longer, or all behind it would wait as long.
+it, so that it cannot starve. After `patience_s` busy models of one worker are drained for it (`drain.py`),
+and only that worker stays reserved. A model without a drainable worker reserves room for `max_drain_s` more.
 
 Slots go in the same order. One in four of a replica is kept for interactive requests, until the waiting batch
 request has been queued for `BATCH_PATIENCE_S`.
 
 The rest goes to second replicas, if loading one takes less time than waiting for a slot and no warm model
-must go. A request that has waited for a slot for `patience_s` has proved the estimate wrong, and gets one
-anyway. Last come models that are deployed as pinned and on no worker: for these nothing warm is evicted.
+must go, or if a request has waited for `patience_s`. Last come models that are deployed as pinned and on no
+worker.
 """
 
 from __future__ import annotations
@@ -36,7 +30,6 @@ MAX_BEHIND = 8
 
 
 def serve_queues(fleet: Fleet) -> list[Action]:
-    """Give all room to waiting models in order; then drain for those that wait too long."""
     actions = _end_drains(fleet) + _fill_kept_slots(fleet) + _share_out(fleet)
     while _drain_for_overdue(fleet):  # From now on only that worker is kept for it.
         actions += _share_out(fleet)
@@ -45,12 +38,10 @@ def serve_queues(fleet: Fleet) -> list[Action]:
 
 
 def _fill_kept_slots(fleet: Fleet) -> list[Action]:
-    """Give slots reserved for interactive requests to batch requests whose patience is over."""
     return [action for name in fleet.queues.for_slot for action in fill_slots(fleet, fleet.models[name])]
 
 
 def _share_out(fleet: Fleet) -> list[Action]:
-    """Give room to models that wait for it, then to second replicas, then to pinned models."""
     reserved = ReservedWorkers(fleet)
     actions = _serve_room_queue(fleet, reserved)
     if not reserved.has_all:
@@ -60,7 +51,6 @@ def _share_out(fleet: Fleet) -> list[Action]:
 
 
 def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
-    """Load models that wait for room, and reserve room for those that get none yet."""
     actions: list[Action] = []
     fleet.kept_until_s, num_behind = math.inf, 0
     for name in fleet.queues.for_room:
@@ -83,7 +73,6 @@ def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
 
 
 def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
-    """Reserve room for a waiting model: of the worker that is drained for it, else of all."""
     if (drain := fleet.drains.get(model.name)) is not None:
         reserved.drains[drain.worker.name] = drain
     elif model.profile is not None and _keeps_room(fleet, model):
@@ -91,7 +80,6 @@ def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
 
 
 def _serve_slot_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
-    """Load a second replica of models whose replicas are all full and none is loading."""
     actions: list[Action] = []
     for name in fleet.queues.for_slot:
         model = fleet.models[name]
@@ -122,10 +110,7 @@ def load_beside_paused(fleet: Fleet, model: Model) -> list[Action]:
 
 
 def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bool:
-    """True if another replica of a full model would be ready before the last waiting request has a slot.
-
-    Also if so many wait that others will soon be refused.
-    """
+    """True if another replica of a full model would be ready before the last waiting request has a slot."""
     if model.profile is None or model.loading or not model.usable or not model.waiting:
         return False
     is_queue_filling = 2 * fleet.queues.num_waiting >= fleet.config.max_queue
@@ -137,7 +122,6 @@ def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bo
 
 
 def _load_unasked(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
-    """Load models deployed as pinned, unless loading one has killed workers."""
     actions: list[Action] = []
     for model in list(fleet.unplaced.values()):
         is_failing = model.failure is not None and fleet.now_s < model.failure.until_s
@@ -225,10 +209,7 @@ def _drain_for_overdue(fleet: Fleet) -> bool:
 
 
 def _end_drains(fleet: Fleet) -> list[Action]:
-    """End drains that are needless or in vain; workers of the latter rest.
-
-    A drain that ends may give a model its replica back, and so end another.
-    """
+    """End drains that are needless or in vain; workers of the latter rest."""
     actions: list[Action] = []
     while (drain := next((one for one in fleet.drains.values() if _must_end(fleet, one)), None)) is not None:
         if not is_needless(fleet, drain):
@@ -254,10 +235,7 @@ def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
 
 
 def set_timer(fleet: Fleet) -> list[Action]:
-    """Order a timer for the next time that matters, unless an earlier one is set.
-
-    That is when a request becomes overdue, a warm model expires, a drain is in vain, or a reservation ends.
-    """
+    """Order a timer for the next time that matters, unless an earlier one is set."""
     at_s = min(
         fleet.expiries.next_s(),
         fleet.queues.next_overdue_s(fleet.now_s),
@@ -273,7 +251,6 @@ def set_timer(fleet: Fleet) -> list[Action]:
 
 
 def _keeps_room(fleet: Fleet, model: Model) -> bool:
-    """True if a model that waits for room, and has no drain, still reserves it."""
     return fleet.now_s < _kept_until_s(fleet, model)
 
 

@@ -1,14 +1,11 @@
 """Limits of API keys: requests and tokens per minute, and requests at a time. Pure.
 
-A request goes through three moments:
-    - it begins: it counts as a request of this minute, and as a running one;
-    - its prompt, or each of several, is known: it is charged the prompt and an estimate of its output;
-    - it ends: the charge is settled to the actual tokens.
-A refused request counts for nothing, so that retrying too often does not lock a key out.
+A request counts when it begins, is charged its prompt and an estimate of its output once the prompt is
+known, and is settled to the actual tokens when it ends. A refused request counts for nothing, so that
+retrying too often does not lock a key out.
 
 The estimate is the request's limit, at most `MAX_ESTIMATE_TOKENS`, and never so much that the request could
-not pass at all. Tokens beyond it are charged at the end, also beyond the limit: then later requests wait
-longer.
+not pass at all. Tokens beyond it are charged at the end, also beyond the limit.
 """
 
 from __future__ import annotations
@@ -47,8 +44,6 @@ class LimitKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitRefusal:
-    """A request may not begin, or not go on."""
-
     kind: LimitKind
     limit: int
     used: int  #: of the limit, by others
@@ -59,14 +54,11 @@ class LimitRefusal:
 
 @dataclass(slots=True, eq=False)
 class _KeyState:
-    """The usage of one key. Mutable; written by the `KeyLimiter`."""
-
     requests: SlidingWindow = field(default_factory=SlidingWindow)
     tokens: SlidingWindow = field(default_factory=SlidingWindow)
     num_running: int = 0
 
     def counts(self, now_s: float) -> bool:
-        """True if anything that the key has taken still counts."""
         self.requests.advance(now_s)
         self.tokens.advance(now_s)
         return bool(self.num_running or self.requests.used or self.tokens.used)
@@ -80,8 +72,6 @@ class _Charge:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """An admitted request. Mutable; written by the `KeyLimiter`."""
-
     state: _KeyState
     request: WindowSlot  #: where it is counted as a request
     charges: list[_Charge] = field(default_factory=list)
@@ -89,7 +79,6 @@ class Ticket:
 
     @property
     def charged_tokens(self) -> int:
-        """Tokens charged in advance."""
         return sum(charge.num_tokens for charge in self.charges)
 
 
@@ -107,7 +96,6 @@ class KeyLimiter(Generic[Key]):
         return len(self._states)
 
     def begin(self, key: Key, limits: KeyLimits, now_s: float) -> Ticket | LimitRefusal:
-        """Admit a request, or say why not."""
         state = self._states.get(key) or _KeyState()
         most = limits.concurrent
         if most is not None and state.num_running >= most:
@@ -159,7 +147,6 @@ class KeyLimiter(Generic[Key]):
             surplus -= given_back
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Undo the charges of a request that was refused after all."""
         if self._close(ticket):
             ticket.state.requests.give_back(ticket.request, 1)
             for charge in ticket.charges:
@@ -180,7 +167,6 @@ class KeyLimiter(Generic[Key]):
         return True
 
     def _forget_idle(self, now_s: float) -> None:
-        """Forget idle keys once they may be half of all."""
         if len(self._states) >= self._max_states:
             self._states = {key: one for key, one in self._states.items() if one.counts(now_s)}
             self._max_states = max(MIN_KEYS, 2 * len(self._states))

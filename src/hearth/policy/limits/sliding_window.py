@@ -1,10 +1,6 @@
-"""How much was taken in the last minute.
+"""How much was taken in the last minute, so that no minute, wherever it begins, exceeds the limit.
 
-What was taken counts for a minute, so that no minute, wherever it begins, exceeds the limit. A refilling
-bucket would allow twice the limit in one minute, and so would a counter that is reset every minute.
-
-Amounts of the same second share a slot, which counts until its latest part is a minute old: there are at most
-61 slots.
+Amounts of the same second share a slot, which counts until its latest part is a minute old: at most 61 slots.
 """
 
 from __future__ import annotations
@@ -19,8 +15,6 @@ SLOT_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class WindowSlot:
-    """The amount that was taken within one second. Mutable; written by its `SlidingWindow`."""
-
     number: int  #: of its second
     last_s: float  #: when something was taken last
     amount: int

@@ -1,22 +1,15 @@
 """Decides which adapters a worker's device holds, which are evicted, and which requests wait for which. Pure.
 
-A loaded adapter takes its requests at once. Another one is placed when its oldest waiting request is the
-oldest of all that wait, and no other adapter is placed before it: age decides, as in the batcher.
-`ReclaimPolicy` says where its room comes from; of adapters, those without running requests are evicted, the
-cheapest to reload first.
+An adapter is placed when its oldest waiting request is the oldest of all that wait. Of adapters without
+running requests, the cheapest to reload is evicted first. When all others are in use, some of them drain:
+they take no new requests until that room is there. So while a request waits for room, every other adapter is
+loaded at most once, however popular the others are.
 
-When all others are in use, some of them drain: they take no new requests until that room is there. An adapter
-takes all requests that wait for it when it is loaded, and may be the next to drain. So while a request waits
-for room, every other adapter is loaded at most once, and a request waits for at most as many adapters as have
-older requests when it arrives, however popular the others are. An adapter waits in line once it is found: a
-slow store that still looks one up delays no other.
+Adapters of a base without its turn may be evicted as if they were idle. They are loaded again, before all
+others, ahead of the base's next step (`lacking`).
 
-Models may take turns. Requests of a base without its turn wait for no room, and its adapters may be evicted
-as if they were idle. They are loaded again, before all others, ahead of the base's next step (`lacking`).
-
-Adapters are promised no memory, and models are. While a model waits for room that it is promised, no adapter
-is placed and none takes new requests, so that the room is there when the running ones have ended. Then pinned
-adapters are evicted as well, and those of a base that makes no step because it lacks another.
+While a model waits for room that it is promised, no adapter is placed and none takes new requests. Then
+pinned adapters are evicted as well, and those of a base that makes no step because it lacks another.
 """
 
 from __future__ import annotations
@@ -58,8 +51,6 @@ class _AdapterRun:
 
 @dataclass(slots=True)
 class _KnownAdapter:
-    """An adapter that has memory or requests here. Mutable; written by `AdapterResidency`."""
-
     is_pinned: bool
     num_bytes: int = 0  #: that it has on the device
     state: AdapterState = AdapterState.FINDING
@@ -110,18 +101,15 @@ class AdapterResidency:
         self._runs[run] = _AdapterRun(adapter, base, arrived_s)
 
     def found(self, adapter: AdapterId) -> None:
-        """Note that the size of an adapter is known, if it is still asked for."""
         known = self._known.get(adapter)
         if known is not None and known.state is AdapterState.FINDING:
             known.state = AdapterState.FOUND
 
     def unpin(self, adapter: AdapterId) -> None:
-        """Note that an adapter may be evicted: it was replaced."""
         if (known := self._known.get(adapter)) is not None:
             known.is_pinned = False
 
     def started(self, run: int) -> None:
-        """Note that a request runs which `may_start`."""
         adapter = self._runs[run].adapter
         known = self._known[adapter]
         known.waiting.remove(run)
@@ -166,7 +154,6 @@ class AdapterResidency:
         self._lacking.discard(adapter)
 
     def left(self, adapter: AdapterId) -> None:
-        """Note that an adapter has given up its memory."""
         known = self._known[adapter]
         known.state, known.num_bytes = AdapterState.FOUND, 0
         self._absent[adapter] = None
@@ -179,16 +166,11 @@ class AdapterResidency:
     # Which adapters take requests.
 
     def state(self, adapter: AdapterId) -> AdapterState | None:
-        """Return how far an adapter is; None: it has neither memory nor requests."""
         known = self._known.get(adapter)
         return None if known is None else known.state
 
     def has_memory(self, adapter: AdapterId) -> bool:
         return self.state(adapter) in (AdapterState.LOADING, AdapterState.LOADED)
-
-    def may_start(self, run: int) -> bool:
-        """True if the adapter of a request is loaded and takes new requests."""
-        return not self._is_promise_short() and self._takes_requests(self._runs[run].adapter)
 
     def startable(self) -> list[int]:
         """Return the waiting requests that may start, the oldest first."""
@@ -198,7 +180,6 @@ class AdapterResidency:
         return sorted((run for adapter in takers for run in self._known[adapter].waiting), key=self._age)
 
     def runs_of(self, adapter: AdapterId) -> list[int]:
-        """Return all requests for an adapter, the oldest first."""
         known = self._known.get(adapter)
         return [] if known is None else sorted(known.waiting | known.running, key=self._age)
 
@@ -207,12 +188,10 @@ class AdapterResidency:
         return any(self.is_run_by(adapter, base) for adapter in self._lacking)
 
     def run_by(self, base: ModelId) -> set[AdapterId]:
-        """Return the adapters of a model's running requests, loaded or not."""
         own = {run.adapter for run in self._runs.values() if run.base == base}
         return {adapter for adapter in own if self.is_run_by(adapter, base)}
 
     def is_run_by(self, adapter: AdapterId, base: ModelId) -> bool:
-        """True if a running request of a model has an adapter."""
         known = self._known.get(adapter)
         return known is not None and any(self._runs[run].base == base for run in known.running)
 
@@ -318,7 +297,6 @@ class AdapterResidency:
         ]
 
     def check(self) -> None:
-        """Raise if the books contradict each other. For tests."""
         for adapter, known in self._known.items():
             assert not known.waiting & known.running, f"{adapter} {known}"
             assert adapter not in self._draining or known.state is AdapterState.LOADED, f"{adapter} {known}"
@@ -342,10 +320,7 @@ class AdapterResidency:
         return any(self._is_active(self._runs[run].base) for run in known.running)
 
     def _is_stepped(self, known: _KnownAdapter) -> bool:
-        """True if an adapter is in use by a base that lacks nothing else, so that its requests will end.
-
-        A base without all of its weights may wait for the very room that its adapters have.
-        """
+        """True if an adapter is in use by a base that lacks nothing else, so that its requests will end."""
         bases = {self._runs[run].base for run in known.running}
         return any(
             self._is_active(base) and self._is_whole(base) and not self.lacking(base) for base in bases

@@ -51,15 +51,11 @@ class ChunkBook:
         assert num_cells >= 0, f"{num_cells=}"
         self._keeps_idle = keeps_idle
         self.capacity = num_cells
-        #: Free cells, a heap.
         self._free = list(range(num_cells))
-        #: The cell of every chunk that is filling, leased or idle.
         self._cell_by_chunk: dict[str, int] = {}
         self._filling: set[str] = set()
-        #: How many hold each leased chunk; at least 1.
         self._leases: dict[str, int] = {}
         self._idle: set[str] = set()
-        #: Some of the idle chunks, the first to be evicted first.
         self._order = EvictionOrder()
 
     @property
@@ -82,7 +78,6 @@ class ChunkBook:
         return chunk_id in self._cell_by_chunk and chunk_id not in self._filling
 
     def leases(self, chunk_id: str) -> int:
-        """Return how many leases the chunk has; 0 if it is idle, filling or absent."""
         return self._leases.get(chunk_id, 0)
 
     def take(
@@ -110,13 +105,11 @@ class ChunkBook:
         return list(map(self._lease, chunk_ids)) if all(map(self.is_resident, chunk_ids)) else None
 
     def filled(self, chunk_id: str) -> None:
-        """Mark a chunk as resident. Its filler has the first lease."""
         assert chunk_id in self._filling, f"chunk `{chunk_id}` is not being filled"
         self._filling.remove(chunk_id)
         self._leases[chunk_id] = 1
 
     def failed(self, chunk_id: str) -> None:
-        """Free the cell of a chunk whose bytes did not arrive."""
         assert chunk_id in self._filling, f"chunk `{chunk_id}` is not being filled"
         self._filling.remove(chunk_id)
         self._vacate(chunk_id)
@@ -141,7 +134,6 @@ class ChunkBook:
         return True
 
     def check(self) -> None:
-        """Raise if a cell is owned twice or lost, or a chunk is not exactly one of filling, leased, idle."""
         owned = sorted([*self._free, *self._cell_by_chunk.values()])
         assert owned == list(range(self.capacity)), (
             f"cells must be 0..{self.capacity - 1}, each once: {owned}"

@@ -16,8 +16,6 @@ MIN_INTERVAL_S = 0.001
 
 @dataclass(slots=True)
 class DemandHistory:
-    """When a model was requested. Mutable; written only by `Demand.arrived`."""
-
     last_s: float
     mean_interval_s: float | None = None  #: None after one request
 
@@ -28,11 +26,7 @@ class DemandHistory:
 
 @dataclass(slots=True)
 class Demand:
-    """How often each model is requested. Mutable; one caller at a time.
-
-    Arrivals are assumed random with a mean interval, the exponentially weighted mean of those seen, or the
-    present silence if that is longer.
-    """
+    """How often each model is requested. Mutable; one caller at a time."""
 
     history_by_model: dict[str, DemandHistory] = field(default_factory=dict)
 
@@ -53,7 +47,6 @@ class Demand:
         self.history_by_model.pop(model, None)
 
     def probability(self, model: str, now_s: float, horizon_s: float) -> float:
-        """Return the probability of a request within `horizon_s`; 0 for an unknown model."""
         history = self.history_by_model.get(model)
         if history is None or horizon_s <= 0:
             return 0.0
@@ -61,6 +54,5 @@ class Demand:
         return -math.expm1(-horizon_s / interval_s) if interval_s > 0 else 1.0
 
     def requests_per_s(self, model: str, now_s: float) -> float:
-        """Return the request rate of a model; 0 for an unknown one."""
         history = self.history_by_model.get(model)
         return 0.0 if history is None else 1 / max(history.interval_s(now_s), MIN_INTERVAL_S)

@@ -60,9 +60,7 @@ def cheapest_first(
 class EvictionOrder:
     """The chunks to evict next. Mutable; written only by the books that own it.
 
-    Pricing all of thousands of chunks for every eviction would be slow. So they are priced once, and the
-    order of the cheapest few serves as many evictions. A chunk that is used or gone meanwhile is discarded
-    until all are priced again.
+    All are priced once for many evictions. A chunk that is used or gone meanwhile is discarded.
     """
 
     def __init__(self) -> None:
@@ -72,7 +70,6 @@ class EvictionOrder:
         return iter(self._order)
 
     def pop(self, candidates: Collection[str], price: Callable[[str], Price]) -> str | None:
-        """Return the chunk to evict now, or None without candidates."""
         if not self._order:
             num_ordered = min(EVICTIONS_PER_PRICING, 1 + int(len(candidates) * ORDERED_SHARE))
             self._order = dict.fromkeys(cheapest_first(candidates, price, num_ordered))
@@ -87,8 +84,6 @@ class EvictionOrder:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Weights of one model that may be taken, last layers first."""
-
     model: ModelId
     hold: Hold  #: one of `TAKEABLE`
     cost_s_per_byte: float  #: `reload_cost` of one byte
@@ -97,8 +92,6 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Units to take from the front of a model's tail."""
-
     model: ModelId
     num_units: int
 
@@ -129,17 +122,12 @@ def plan_takes(tails: Sequence[Tail], num_bytes: int) -> list[Take]:
 
 
 class _TakeChoice:
-    """How many units go from each of some tails that have enough. Mutable.
-
-    All bytes of a tail cost the same, so whole tails go by price until it suffices, which is optimal for
-    units of one size. Otherwise the last unit may free far more than necessary.
-    """
+    """How many units go from each of some tails that have enough. Mutable."""
 
     def __init__(self, tails: Sequence[Tail], num_bytes: int) -> None:
         """`tails`: the cheapest byte first."""
         self._tails = tails
         self._num_units = [0] * len(tails)
-        #: Bytes that are freed beyond what is needed; never below 0 after this.
         self._spare_bytes = -num_bytes
         for index, tail in enumerate(tails):
             freed_bytes = list(accumulate(tail.units))
@@ -150,17 +138,12 @@ class _TakeChoice:
                 break
 
     def improved(self) -> list[int]:
-        """Return the units of each tail once nothing can be improved.
-
-        It terminates: the total cost falls with every exchange, or stays while a unit is given back.
-        """
         self._give_back()
         while self._exchange():
             self._give_back()
         return self._num_units
 
     def _give_back(self) -> None:
-        """Give back units that are not needed, the most expensive bytes first."""
         for index in reversed(range(len(self._tails))):
             units = self._tails[index].units
             while (num := self._num_units[index]) and units[num - 1] <= self._spare_bytes:
@@ -168,7 +151,6 @@ class _TakeChoice:
                 self._spare_bytes -= units[num - 1]
 
     def _exchange(self) -> bool:
-        """Exchange one unit for a cheaper one that still suffices; False: there is none."""
         last: list[tuple[float, int, int]] = []
         following: list[tuple[float, int, int]] = []
         for index, (tail, num) in enumerate(zip(self._tails, self._num_units, strict=True)):

@@ -42,16 +42,12 @@ class KvView:
 
 @dataclass(frozen=True, slots=True)
 class TablesView:
-    """The tables of one model's sampler between two steps, with their bytes."""
-
     needed: Mapping[SamplingTable, int]  #: by requests that run or wait
     pooled: Mapping[SamplingTable, int]  #: tables that lie in the pool, needed or not
     spilled: Collection[SamplingTable]  #: needed tables that lie outside of the pool
 
 
 class ModelBooks(Protocol):
-    """KV and sampler tables on a worker as they are now, for the policy to read."""
-
     def models(self) -> Collection[ModelId]:
         """Return the hosted models with an engine, which may have KV."""
 

@@ -23,8 +23,6 @@ MAX_LOOKS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Part of a contiguous memory. Regions touch, are in order of address, and none is empty."""
-
     begin: int
     num_bytes: int
     key: Hashable | None  #: None: free
@@ -37,8 +35,6 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Bytes that need a place in one piece."""
-
     key: Hashable
     num_bytes: int
 
@@ -97,11 +93,9 @@ class _Section:
     def __init__(self, regions: Sequence[Region]) -> None:
         """`regions`: no two free ones touch."""
         self.regions = regions
-        #: Where the holes are among the regions.
         self.hole_indices = [index for index, region in enumerate(regions) if region.key is None]
         self.holes = [regions[index] for index in self.hole_indices]
         self.holes_bytes = [hole.num_bytes for hole in self.holes]
-        #: Free bytes before each hole, and in the end all of them.
         self._free_before = [0, *accumulate(self.holes_bytes)]
         #: Bytes of the run behind each hole but the last: what is gained if it stays.
         self.gains_bytes = [after.begin - hole.end for hole, after in pairwise(self.holes)]
@@ -114,13 +108,11 @@ class _Section:
         return self._free_before[holes.stop] - self._free_before[holes.start]
 
     def run_bytes(self, first: int, last: int) -> int:
-        """Return the bytes between two holes, which move when these are merged."""
         distance_bytes = self.holes[last].begin - self.holes[first].begin
         return distance_bytes - (self._free_before[last] - self._free_before[first])
 
 
 def _sections(regions: Sequence[Region]) -> list[_Section]:
-    """Return the sections between fixed regions that have holes."""
     parts: list[list[Region]] = [[]]
     for region in regions:
         if region.is_fixed:
@@ -144,7 +136,6 @@ class _Shares:
 
 
 def _best_fit(rooms_bytes: Sequence[int], items: Sequence[Item]) -> _Shares:
-    """Put each item, the largest first, into the fullest bin that has room."""
     shares = _Shares([[] for _ in rooms_bytes], list(rooms_bytes), [])
     fullest = sorted((room, index) for index, room in enumerate(rooms_bytes))
     for item in items:
@@ -160,7 +151,6 @@ def _best_fit(rooms_bytes: Sequence[int], items: Sequence[Item]) -> _Shares:
 
 
 def _first_fit(rooms_bytes: Sequence[int], items: Sequence[Item]) -> _Shares:
-    """Put each item, the largest first, into the first bin that has room."""
     shares = _Shares([[] for _ in rooms_bytes], list(rooms_bytes), [])
     for item in items:
         roomy = (index for index, room in enumerate(shares.rooms_bytes) if room >= item.num_bytes)
@@ -187,7 +177,6 @@ def _holes_first(sections: Sequence[_Section], items: Sequence[Item]) -> _Shares
 
 
 def _divide(sections: Sequence[_Section], items: Sequence[Item]) -> list[list[Item]] | None:
-    """Return the items of each section, the largest first, by the first rule that leaves none over."""
     for item in items:
         assert item.num_bytes > 0, f"an item without bytes has no place: {item.key} {item.num_bytes=}"
     largest_first = _largest_first(items)
@@ -209,8 +198,6 @@ def _largest_first(items: Sequence[Item]) -> list[Item]:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Items in the holes of a subspace, some of which may become one."""
-
     holes: range
     in_holes: list[list[Item]]  #: of each hole
     merged: range  #: holes that become one, with the runs between them moved; empty: nothing moves
@@ -226,7 +213,6 @@ class _Subspace:
         self.items = items
         #: The best without a partition.
         self.fit = _fit(section, holes, items)
-        #: If a run stays, what lies on either side of it.
         self.sides: list[_Subspace] = []
         self.moved_bytes = self.fit.moved_bytes
         self.num_looks = len(holes) + len(items)
@@ -273,7 +259,6 @@ def _split(section: _Section, subspace: _Subspace) -> list[_Subspace]:
 
 
 def _try_packing(items: Sequence[Item], left_bytes: int, right_bytes: int) -> _Shares:
-    """Put each item on the roomier side; stops at the first one that does not fit."""
     on_left: list[Item] = []
     on_right: list[Item] = []
     for item in items:

@@ -1,13 +1,11 @@
 """When a model on a worker gets memory, and whether others give way for it. Pure: yields `reclaim_orders.py`.
 
-What is freed, and in which order, is `eviction_chain.py`'s. Models are promised no more than there is, so a
-promise can always be kept: memory beyond it is lent. A paused model is promised nothing: its requests wait
-for its turn, and lose their KV last. Sampler tables are lent too. Requests must not wait for one, so if the
-pool has no room it lies outside, in memory that is not promised: a fallback, which is counted.
+Models are promised no more than there is, so a promise can always be kept: memory beyond it is lent. A paused
+model is promised nothing. Sampler tables are lent too; if the pool has no room for one it lies outside, which
+is counted.
 
-Adapters are promised nothing, and never get KV that a model is owed. A request that waits for one goes before
-later ones, so running requests are preempted for it beyond what their model is promised. Adapters in use
-cannot give way at once: while they keep a model from its promise `is_short` is set, and no other is loaded.
+Adapters are promised nothing, and never get KV that a model is owed. Adapters in use cannot give way at once:
+while they keep a model from its promise `is_short` is set, and no other is loaded.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ MAX_USELESS = 2
 
 
 class FutileTries:
-    """Which models found no memory, and in which generation. Mutable; written by the `ReclaimPolicy`.
-
-    They try again only when something may have been freed: a try before every step would cost too much.
-    """
+    """Which models found no memory, and in which generation. Mutable; written by the `ReclaimPolicy`."""
 
     def __init__(self) -> None:
         self._generation_by_model: dict[ModelId, int] = {}
@@ -70,7 +65,6 @@ class ReclaimPolicy:
         self._chain = EvictionChain(books, keeps_addresses, adapters)
         #: Counts what may have freed memory: KV or tables given back, requests that ended, lower holds.
         self.generation = 0
-        #: The model that memory is being freed for: nothing is taken from a model for itself.
         self.placing: ModelId | None = None
         #: Tries to grow that found no free memory, and those for which none could be freed. Promised memory
         #: is tried all the same.
@@ -87,14 +81,12 @@ class ReclaimPolicy:
 
     @property
     def is_short(self) -> bool:
-        """True while a model waits for promised memory."""
         return bool(self._deferred) or any(map(self._is_owed, self._owed))
 
     def _is_owed(self, model: ModelId) -> bool:
-        """True if a model still waits for promised KV: its requests may have ended, or its turn.
+        """True if a model still waits for promised KV.
 
-        A model that lacks an adapter does not count: it steps only once the adapter is loaded, which must
-        therefore not wait for it.
+        One that lacks an adapter does not count: the adapter must not wait for it.
         """
         if model not in self._books.models():
             return False
@@ -104,7 +96,6 @@ class ReclaimPolicy:
         return kv.has_work and kv.num_blocks < kv.floor_blocks
 
     def note_freed(self) -> None:
-        """Let all models that found no memory try again."""
         self.generation += 1
 
     def _free(
@@ -161,18 +152,13 @@ class ReclaimPolicy:
         return freed
 
     def defer(self, model: ModelId, *, is_any_loading: bool) -> bool:
-        """Note that a model found no place; False if it never will.
-
-        A model that is being loaded can be neither evicted nor moved. It may fragment an arena, or its turn
-        may be over: then the other model waits for its load.
-        """
+        """Note that a model found no place; False if it never will."""
         if not is_any_loading:
             return False
         self._deferred.note(model, self.generation)
         return True
 
     def deferred(self) -> list[ModelId]:
-        """Return the deferred models that may find a place now."""
         return self._deferred.outdated(self.generation)
 
     def stop_deferring(self, model: ModelId) -> None:
@@ -244,9 +230,7 @@ class ReclaimPolicy:
     ) -> Orders:
         """Free memory until a model has `num_blocks` more, or no more can be freed; return how many it got.
 
-        Frees `ahead_blocks` too, so that it does not ask for every step. In an arena freed memory may be of
-        no use, because a block must lie at a multiple of its size: growth that is not promised ends after
-        `MAX_USELESS` such tries.
+        Frees `ahead_blocks` too. Growth that is not promised ends after `MAX_USELESS` useless tries.
         """
         block_bytes = self._books.kv_of(model).block_bytes
         num_given = num_useless = 0
@@ -288,7 +272,6 @@ class ReclaimPolicy:
         return placed_bytes
 
     def _free_for_table(self, model: ModelId, num_bytes: int) -> Orders:
-        """Free memory without preemption; the model's own lent KV goes first."""
         freed = 0
         while freed < num_bytes:
             kv = self._books.kv_of(model)
@@ -343,7 +326,6 @@ class ReclaimPolicy:
         return got_bytes
 
     def owed_bytes(self) -> int:
-        """Return the free memory for KV that models are promised and do not have."""
         views = {model: self._books.kv_of(model) for model in self._books.models()}
         missing = {model: kv.floor_blocks - kv.num_blocks for model, kv in views.items()}
         return sum(self._books.growth_bytes(model, blocks) for model, blocks in missing.items() if blocks > 0)

@@ -48,10 +48,7 @@ class TakeWeights:
 
 @dataclass(frozen=True, slots=True)
 class TakeWorkspaces:
-    """Take the workspace bytes that only retained, warm and paused models need. Outcome: bytes freed.
-
-    For pools without fixed addresses; in the others all models share one workspace.
-    """
+    """Take the workspace bytes that only retained, warm and paused models need. Outcome: bytes freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +65,12 @@ class PlaceTable:
 
 @dataclass(frozen=True, slots=True)
 class SpillTable:
-    """Move a table out of the pool, with its contents. Outcome: bytes freed."""
-
     model: ModelId
     table: SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
 class DropTable:
-    """Take back a table that no request needs. Outcome: bytes freed."""
-
     model: ModelId
     table: SamplingTable
 

@@ -1,8 +1,7 @@
 """The order in which regions of host memory are pinned for a device.
 
-Loads and allocations may wait for a region that is being pinned. So one that a load needs comes at once,
-those behind it are next, because a load reads memory much in order, and unneeded ones wait while a load is
-running. If loads never cease, they come slowly all the same.
+A region that a load needs comes at once, those behind it are next, because a load reads memory much in order,
+and unneeded ones wait while a load is running. If loads never cease, they come slowly all the same.
 """
 
 from __future__ import annotations
@@ -58,12 +57,10 @@ class RegionOrder:
         return region if region >= 0 else self._is_given.find(0)
 
     def take_unasked(self, region: int, now_s: float) -> None:
-        """Give out a region found by `peek`."""
         self.take(region)
         self._held_s, self._is_late = now_s, self.num_loads > 0
 
     def wait_s(self, now_s: float) -> float:
-        """Return for how long running loads hold back unneeded regions."""
         if not self.num_loads:
             return 0.0
         return max(0.0, self._held_s + (TRICKLE_S if self._is_late else MAX_HELD_S) - now_s)

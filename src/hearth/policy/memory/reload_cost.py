@@ -31,10 +31,7 @@ MIN_TELLING_BYTES = 64 << 20
 def reload_cost(p_wanted: float, load_s: float, weight: float) -> float:
     """Return the seconds that keeping some bytes is expected to save (Tangram's minimal-cost eviction).
 
-    Args:
-        p_wanted: probability that the bytes are wanted within the horizon.
-        load_s: to load them again.
-        weight: how much a second of this model's start matters.
+    `p_wanted`: within the horizon. `weight`: how much a second of this model's start matters.
     """
     assert load_s >= 0, f"a load takes no negative time: {load_s=}"
     return p_wanted * load_s * weight
@@ -45,13 +42,8 @@ def share_load_time(
 ) -> Mapping[Rung, float]:
     """Share the time of a load among the rungs that delivered to it, by how long each was busy.
 
-    Rungs are not all that a load waits for: on a CPU, copying takes longer than reading. Rungs that are busy
-    at the same time take less together than one after the other.
-
-    Args:
-        bytes_by_rung: what each rung delivered.
-        busy_s_by_rung: how long each was busy with that.
-        total_s: of the whole load; None: not all of the bytes came within it.
+    Rungs are not all that a load waits for, and may be busy at the same time. `total_s`: of the whole load;
+    None: not all of the bytes came within it.
     """
     busy_s = sum(busy_s_by_rung.values())
     if total_s is None or busy_s <= 0 or sum(bytes_by_rung.values()) < MIN_TELLING_BYTES:
@@ -61,11 +53,7 @@ def share_load_time(
 
 @dataclass(slots=True)
 class RunningRate:
-    """How fast a rung delivers, as a running average. Mutable; one caller at a time.
-
-    Bytes over seconds, each summed over all transfers. Both sums decay with bytes moved, not with time: an
-    idle rung is as fast as it was.
-    """
+    """How fast a rung delivers, as a running average over bytes, not time. Mutable; one caller at a time."""
 
     #: Decayed sums; both positive, or both 0 before the first transfer.
     num_bytes: float = 0.0
@@ -97,7 +85,6 @@ class ReloadCosts:
     rates: dict[Rung, RunningRate] = field(default_factory=lambda: {rung: RunningRate() for rung in Rung})
 
     def asked(self, model: str, now_s: float, num_requests: int = 1) -> None:
-        """Count requests for a model since the last call."""
         self.demand.arrived(model, now_s, num_requests)
 
     def forget(self, model: str) -> None:
@@ -118,11 +105,9 @@ class ReloadCosts:
             self.moved(rung, bytes_by_rung[rung], seconds)
 
     def bytes_per_s(self, rung: Rung) -> float:
-        """Return the average rate of a rung, or its prior before the first transfer."""
         return self.rates[rung].bytes_per_s or self.priors[rung]
 
     def measured_rates(self) -> dict[Rung, float]:
-        """Return the rates of the rungs that have delivered something."""
         rates = {rung: rate.bytes_per_s for rung, rate in self.rates.items()}
         return {rung: bytes_per_s for rung, bytes_per_s in rates.items() if bytes_per_s is not None}
 
@@ -143,11 +128,7 @@ class ReloadCosts:
         )
 
     def p_wanted(self, model: str, now_s: float) -> float:
-        """Return the probability that a model is requested within the horizon."""
         return self.demand.probability(model, now_s, HORIZON_S)
-
-    def requests_per_s(self, model: str, now_s: float) -> float:
-        return self.demand.requests_per_s(model, now_s)
 
     def cost_s(self, model: str, load_s: float, weight: float, now_s: float) -> float:
         return reload_cost(self.p_wanted(model, now_s), load_s, weight)
@@ -166,7 +147,6 @@ class DeviceReloadCosts:
         self._shares: dict[ModelId | AdapterId, Mapping[Rung, float]] = {}
 
     def hosted(self, model: ModelId | AdapterId, weight: float) -> None:
-        """Record how much a second of this model's start matters."""
         self._weights[model] = weight
 
     def asked(self, model: ModelId | AdapterId, now_s: float) -> None:
@@ -189,7 +169,6 @@ class DeviceReloadCosts:
             self._shares[model] = {rung: part / num_bytes for rung, part in bytes_by_rung.items()}
 
     def forget(self, model: ModelId | AdapterId) -> None:
-        """Forget a model: another of the same name may be nothing like it."""
         self._costs.forget(model)
         self._weights.pop(model, None)
         self._shares.pop(model, None)
@@ -210,18 +189,10 @@ class DeviceReloadCosts:
         return self._costs.cost_s(model, self.load_s_per_byte(model), weight, now_s)
 
     def adapter_cost_per_byte(self, adapter: AdapterId, now_s: float) -> float:
-        """Return the seconds of reloads that keeping one byte of an adapter saves per second.
-
-        All of a hundred adapters may be certain to be requested within the horizon of models, some a hundred
-        times. Loads are short, so each request for an evicted one is one load.
-        """
+        """Return the seconds of reloads that keeping one byte of an adapter saves per second."""
         weight = self._weights.get(adapter, 1.0)
-        return self._costs.requests_per_s(adapter, now_s) * self.load_s_per_byte(adapter) * weight
+        return self._costs.demand.requests_per_s(adapter, now_s) * self.load_s_per_byte(adapter) * weight
 
     def paused_cost_s_per_byte(self, model: ModelId | AdapterId, due_in_s: float) -> float:
-        """Return the reload cost of one byte of a model that waits for its turn, due in `due_in_s`.
-
-        The bytes are certainly wanted, so only the time counts: the cost is the load time over the time until
-        then. What is overdue, or due in a moment, costs the same.
-        """
+        """Return the reload cost of one byte of a model that waits for its turn, due in `due_in_s`."""
         return self.load_s_per_byte(model) / max(due_in_s, MIN_DUE_S)

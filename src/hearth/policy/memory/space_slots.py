@@ -1,8 +1,4 @@
-"""The slot of addresses of a deployed model: the same on all workers.
-
-Captured steps are valid in every process that gives the model the same slot. By digest alone two of twenty
-models want the same slot with a probability of one half.
-"""
+"""The slot of addresses of a deployed model: the same on all workers."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ def choose_slot(digest: str, taken: Collection[int], named: int | None = None) -
 
 
 def preferred_slot(digest: str, num_slots: int) -> int:
-    """Return the slot that a digest prefers. Any text has one."""
     try:
         number = int(digest, 16)
     except ValueError:  # a registry may be damaged

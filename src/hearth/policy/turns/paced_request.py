@@ -24,7 +24,6 @@ class PacedRequest:
         self._token_s = 1 / pace.tokens_per_s if is_read else math.inf  #: from one token to the next
         self._max_pause_s = pace.max_pause_s if is_read else BATCH_PATIENCE_S
         self.num_tokens = num_tokens
-        #: The time by which the next token should be sent.
         self.due_s = self._first_due_s
         if num_tokens:
             self.num_tokens -= 1

@@ -18,8 +18,6 @@ from hearth.policy.turns.paced_request import PacedRequest
 
 @dataclass(slots=True)
 class Turn:
-    """A turn of a model. Mutable; written by the `TurnPolicy`."""
-
     loaded_s: float | None  #: since when all weights are there; None: they are being loaded
     unserved: set[RequestId]  #: requests that waited when it began and have no token since
     resuming: set[RequestId]  #: of these, those that had tokens before
@@ -28,14 +26,11 @@ class Turn:
 
     @property
     def is_held(self) -> bool:
-        """True if it goes on because a request has no token."""
         return bool(self.unserved or self.resuming)
 
 
 @dataclass(slots=True)
 class TurnModel:
-    """A hosted model. Mutable; written by the `TurnPolicy`."""
-
     promise: Promise
     quantum_s: float
     wait_s: float  #: for how long its turn waits for requests without a token
@@ -49,7 +44,6 @@ class TurnModel:
 
     @property
     def has_memory(self) -> bool:
-        """True if the model is in turn, or keeps its standing memory since it was."""
         return self.began_s is not None
 
     @property
@@ -58,21 +52,17 @@ class TurnModel:
 
     @property
     def due_s(self) -> float:
-        """When the next token of any request is due; infinite without requests."""
         if self.known_due_s is None:
             self.known_due_s = min((request.due_s for request in self.requests.values()), default=math.inf)
         return self.known_due_s
 
     @property
     def has_newcomer(self) -> bool:
-        """True if an interactive request waits for its first token."""
         return any(not one.num_tokens and one.pace.tokens_per_s for one in self.requests.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _BoundMemory:
-    """Bytes that models have until a turn begins or ends."""
-
     own_bytes: int  #: promised to those in turn, and kept by those that were
     workspace_bytes: int
 
@@ -89,7 +79,6 @@ class TurnMemory:
         self._bound: _BoundMemory | None = None  #: None: to be counted
 
     def turns_changed(self) -> None:
-        """Note that a turn began or ended, or a model left."""
         self._bound = None
 
     def forget_adapters(self) -> None:
@@ -124,17 +113,12 @@ class TurnMemory:
         return _BoundMemory(own_bytes, workspace_bytes)
 
     def fits(self, models: Collection[ModelId], without: Collection[ModelId] = ()) -> bool:
-        """True if models fit beside those in turn except `without`."""
         spare_bytes = self.budget_bytes - self.bound_bytes(models, without)
         return spare_bytes >= 0 and self._adapters_fit(models, without, spare_bytes)
 
     def _adapters_fit(
         self, models: Collection[ModelId], without: Collection[ModelId], spare_bytes: int
     ) -> bool:
-        """True if the adapters of all running requests fit into `spare_bytes`.
-
-        Adapters never keep a model from a turn alone, or beside pinned models.
-        """
         staying = {name for name, one in self._models.items() if one.turn is not None}
         staying -= {*without, *models}
         if len(models) == 1 and all(self._models[name].is_pinned for name in staying):

@@ -44,8 +44,6 @@ from hearth.policy.turns.turn_memory import Turn, TurnMemory, TurnModel
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """The constants of turns, most of them in seconds."""
-
     min_turn_s: float = 0.3
     quantum_s: float = 0.6  #: for how long a model that is not ahead of its pace goes on
     max_turn_s: float = 2.0  #: limit of a quantum, and of waiting for first tokens or for a load
@@ -61,23 +59,17 @@ class TurnRules:
 
 @dataclass(frozen=True, slots=True)
 class WeightsView:
-    """How long the weights of a model take to load."""
-
     missing_s: float  #: those that are not on the device; 0: all are
     all_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class BeginTurn:
-    """Promise a model its memory, load what is missing, and step it."""
-
     model: ModelId
 
 
 @dataclass(frozen=True, slots=True)
 class EndTurn:
-    """Stop stepping a model; its requests, if any, wait as they are."""
-
     model: ModelId
     why: TurnEnd
 
@@ -86,8 +78,6 @@ TurnChange = BeginTurn | EndTurn
 
 
 class _WeightsMemo(dict[ModelId, WeightsView]):
-    """Calls `look` once for each model."""
-
     def __init__(self, look: Callable[[ModelId], WeightsView]) -> None:
         self._look = look
 
@@ -107,7 +97,6 @@ class TurnPolicy:
         rules: TurnRules | None = None,
         adapter_bytes: Callable[[ModelId], int] = lambda model: 0,
     ) -> None:
-        """`adapter_bytes`: see `TurnMemory`."""
         self._shares_workspace = shares_workspace
         self._rules = rules or TurnRules()
         self._models: dict[ModelId, TurnModel] = {}
@@ -122,7 +111,6 @@ class TurnPolicy:
     # What happens.
 
     def hosted(self, model: ModelId, promise: Promise) -> None:
-        """Note a model that may get requests."""
         assert model not in self._models, f"hosted twice: `{model}`"
         promise = promise if self._shares_workspace else promise.unshared
         self._models[model] = TurnModel(promise, self._rules.quantum_s, self._rules.max_turn_s)
@@ -175,7 +163,6 @@ class TurnPolicy:
             known.turn.resuming.discard(request_id)
 
     def loaded(self, model: ModelId, now_s: float) -> None:
-        """Note that all weights of a model in turn are there."""
         turn = self._models[model].turn
         if turn is not None and turn.loaded_s is None:
             turn.loaded_s = now_s
@@ -189,12 +176,10 @@ class TurnPolicy:
         return known is not None and known.wants_turn
 
     def due_s(self, model: ModelId) -> float:
-        """Return when the next token of a model is due; infinite without requests."""
         known = self._models.get(model)
         return math.inf if known is None else known.due_s
 
     def next_in_line(self, now_s: float) -> list[ModelId]:
-        """Return the models that wait for a turn, the next one first."""
         waiting = [model for model, one in self._models.items() if one.wants_turn and one.turn is None]
         return sorted(waiting, key=lambda model: (*self._urgency(self._models[model], now_s), model))
 
@@ -211,10 +196,7 @@ class TurnPolicy:
         return num_bytes if num_bytes >= min(wanted_bytes, self._rules.front_bytes // 16) else 0
 
     def decide(self, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> list[TurnChange]:
-        """Return the turns that end and begin now, in that order. They count as carried out.
-
-        `weights_of` is called at most once for each model.
-        """
+        """Return the turns that end and begin now, in that order. They count as carried out."""
         self.wake_s = self.stands_s = math.inf
         self.memory.forget_adapters()
         self._weights = _WeightsMemo(weights_of)
@@ -238,7 +220,6 @@ class TurnPolicy:
         return changes
 
     def _next_overdue_s(self, now_s: float) -> float:
-        """Return when the next waiting model becomes overdue, which changes their order."""
         waiting = (one.due_s for one in self._models.values() if one.turn is None)
         return min((due_s for due_s in waiting if due_s >= now_s), default=math.inf)
 
@@ -278,18 +259,13 @@ class TurnPolicy:
             known.waits_since_s = now_s
 
     def _urgency(self, known: TurnModel, now_s: float) -> tuple[int, float]:
-        """Return a sort key: pinned models, then overdue ones by their wait, then by due time."""
         if known.is_pinned:
             return 0, known.waits_since_s
         due_s = known.due_s
         return (1, known.waits_since_s) if due_s < now_s else (2, due_s)
 
     def _must_wait_for_load(self, model: ModelId, now_s: float) -> bool:
-        """True if weights of a model are missing while another is being loaded.
-
-        A load that takes longer than `max_turn_s` is not waited for: it comes from farther than host memory
-        and leaves the bus free.
-        """
+        """True if weights of a model are missing during another load of at most `max_turn_s`."""
         ends_s = [
             one.began_s + self._rules.max_turn_s
             for one in self._models.values()
@@ -350,7 +326,6 @@ class TurnPolicy:
         return [self._end(name, self._why(name, model, now_s), now_s) for name in victims]
 
     def _ripe_s(self, known: TurnModel, weights: WeightsView) -> float:
-        """Return when turns may begin to end for a waiting model."""
         if known.is_pinned or known.has_newcomer:
             return -math.inf
         return known.due_s - weights.missing_s - self._rules.lead_s
@@ -375,7 +350,6 @@ class TurnPolicy:
         return max(least_s, turn.loaded_s + known.quantum_s)
 
     def _has_company(self, model: ModelId) -> bool:
-        """True if another model in turn computes while the next one is loaded."""
         return any(
             one.turn is not None and one.turn.loaded_s is not None and one.requests
             for name, one in self._models.items()
@@ -383,7 +357,6 @@ class TurnPolicy:
         )
 
     def _num_overdue(self, model: ModelId, now_s: float) -> int:
-        """Return how many models besides `model` are overdue and wait for weights and a turn."""
         return sum(
             one.turn is None and one.due_s < now_s and name != model and self._weights[name].missing_s > 0
             for name, one in self._models.items()
