@@ -143,7 +143,7 @@ def test_texts_become_embeddings_of_length_one(client: ollama.Client) -> None:
 @pytest.mark.client(
     "ollama",
     "create, copy, delete, push",
-    refused="does not change what is stored here; use `hearth rm NAME`",
+    refused="is not supported; use `hearth rm NAME`",
 )
 def test_what_would_change_the_store_is_refused(client: ollama.Client, refusal: str) -> None:
     import ollama

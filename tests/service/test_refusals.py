@@ -72,15 +72,15 @@ def test_an_empty_prompt_and_a_token_outside_the_vocabulary_are_refused(client: 
 
 @pytest.mark.parametrize("num_answers", [1, 2])
 def test_of_several_prompts_the_one_that_is_refused_is_named(client: openai.OpenAI, num_answers: int) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"of 3 prompts, that at index 1: prompt has 0 tokens"):
+    with pytest.raises(openai.BadRequestError, match=r"prompt at index 1 of 3: prompt has 0 tokens"):
         client.completions.create(model="tiny-a", prompt=["Hi", "", "Ho"], max_tokens=1, n=num_answers)
     long = [1] * (MAX_POSITIONS + 5)
-    with pytest.raises(openai.BadRequestError, match=r"of 2 prompts, that at index 1: prompt has \d+ tokens"):
+    with pytest.raises(openai.BadRequestError, match=r"prompt at index 1 of 2: prompt has \d+ tokens"):
         client.completions.create(model="tiny-a", prompt=[[1], long], max_tokens=1, n=num_answers)
 
 
 def test_of_several_inputs_the_one_that_is_empty_is_named(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"that at index 2: .* send a text that is not empty"):
+    with pytest.raises(openai.BadRequestError, match=r"prompt at index 2 of 3: .* send a text that is not empty"):
         client.embeddings.create(model="tiny-a", input=["Hi", "Ho", ""])
 
 

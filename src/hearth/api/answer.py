@@ -104,7 +104,7 @@ class Answer(Response):
             num_prompts = len(self._spec.requests) // self._spec.num_answers
             if num_prompts == 1:
                 raise
-            raise type(error)(f"prompt {index} of {num_prompts}: {error}") from error
+            raise type(error)(f"prompt at index {index} of {num_prompts}: {error}") from error
 
     def _start(
         self, prepared: Sequence[PreparedRequest], streams: list[AnswerStream], exchange: Exchange
