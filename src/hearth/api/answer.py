@@ -167,7 +167,6 @@ class Answer(Response):
     async def _whole(
         self, prepared: Sequence[PreparedRequest], streams: list[AnswerStream], exchange: Exchange
     ) -> bytes:
-        """Start at most `MAX_STARTED` requests at a time and return the whole answer."""
         self._start(prepared[:MAX_STARTED], streams, exchange)
         choices: list[Choice] = []
         echoes = await self._echoes(streams)
@@ -186,7 +185,6 @@ class Answer(Response):
         return await asyncio.to_thread(spell) if num_bytes > MANY_BYTES else spell()
 
     async def _echoes(self, streams: Sequence[AnswerStream]) -> list[str]:
-        """Return the echoed prompt of each choice; empty without `echo`."""
         if not self._spec.is_echo:
             return [""] * len(self._spec.requests)
         echoes: list[str] = []

@@ -114,7 +114,6 @@ class Strict(BaseModel):
         return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
 
     def _ignored_fields(self) -> Iterator[str]:
-        """Yield the names of all ignored fields, those of parts included."""
         yield from self.ignored("")
 
     def ignored(self, prefix: str) -> Iterator[str]:
@@ -407,7 +406,6 @@ def _guides(
     grammar: str | None,
     is_object: bool | None = False,
 ) -> dict[str, GuideSpec]:
-    """Return the guides of vLLM's fields, by name."""
     guides = {}
     if schema is not None:
         guides[f"{prefix}json"] = GuideSpec("json_schema", _schema_text(schema))

@@ -79,7 +79,6 @@ class Connections:
             self._answering.add(connection)
 
     def wait(self, connection: Closable) -> None:
-        """Mark a connection as idle."""
         if connection in self._answering:
             self._answering.remove(connection)
             self._waiting[connection] = None

@@ -37,8 +37,6 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One complete answer to a prompt."""
-
     stream: AnswerStream
     deltas: Sequence[TokenDelta]
     echo: str  #: the prompt, if `echo` was requested
@@ -70,8 +68,6 @@ class AnswerEvents(Protocol):
 
 
 class Dialect(Protocol):
-    """Formats the answer to one request."""
-
     @property
     def stream_type(self) -> str: ...
 

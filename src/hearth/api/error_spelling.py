@@ -17,8 +17,6 @@ _ANTHROPIC_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error of the API, before it is formatted."""
-
     status: int
     message: str
     code: str | None = None  #: a short name for programs
@@ -27,7 +25,6 @@ class Fault:
 
 
 def spell(fault: Fault, path: str) -> bytes:
-    """Return the error object of the API that `path` belongs to."""
     spelling = next((spelling for start, spelling in _SPELLINGS.items() if _is_below(path, start)), openai)
     # Not by msgspec: what was given may hold lone surrogates, which need escapes.
     return json.dumps(spelling(fault)).encode()

@@ -46,8 +46,6 @@ _CALLER = "hearth.caller"  #: scope key, set once the caller is authenticated
 
 
 class Guard:
-    """ASGI middleware around the whole API."""
-
     def __init__(self, app: ASGIApp, gateway: Gateway, max_body_bytes: int, origins: AllowedOrigins) -> None:
         self._app = app
         self._gateway = gateway
@@ -155,8 +153,6 @@ class _IncomingBodies:
 
 
 class _Body:
-    """Counts the body of one request as it arrives."""
-
     def __init__(self, receive: Receive, incoming: _IncomingBodies) -> None:
         self._receive = receive
         self._incoming = incoming
@@ -176,7 +172,6 @@ class _Body:
         return message
 
     def release(self) -> None:
-        """Stop counting the body as in transfer."""
         self._incoming.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
@@ -187,7 +182,6 @@ _NO_ROOM = Overloaded(
 
 
 def _given_keys(headers: Headers) -> list[str]:
-    """Return the distinct keys in OpenAI's and Anthropic's headers."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     bearer = given.strip() if scheme.lower() == "bearer" else ""
     other = headers.get("x-api-key", "").strip()
@@ -201,7 +195,6 @@ def _always() -> bool:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return the authenticated caller of a request."""
     caller = request.scope[_CALLER]
     assert isinstance(caller, Caller), f"{type(caller)=}"
     return caller

@@ -81,8 +81,6 @@ def count_values(text: bytes) -> None:
 
 
 class JsonRequest(Request):
-    """A request whose `json` is the result of `check`."""
-
     _checked: object = None
 
     async def check(self, check: Callable[[object], object]) -> None:
@@ -112,8 +110,6 @@ async def off_loop_if_large(request: Request, work: Callable[[], T], num_more_by
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body by `JsonRequest`."""
-
     takes_curl = False  #: accept the content type of a form, which a bare `curl -d` sends
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
@@ -161,7 +157,6 @@ def _parsed(body: bytes) -> object:
 
 
 def _reason(error: ValueError) -> str:
-    """Return Python's reason and position, without its advice."""
     if isinstance(error, json.JSONDecodeError):
         place = f" line {error.lineno} column {error.colno}"
         return f"{error.msg.removesuffix(' at')} at{place}" if error.doc else error.msg

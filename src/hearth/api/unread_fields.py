@@ -52,8 +52,6 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedField:
-    """A field of another server that would change the answer."""
-
     neutral: tuple[object, ...]  #: values that change nothing, besides null
     instead: str  #: what to do
     like: str | None  #: our name of the same field; an equal value is accepted

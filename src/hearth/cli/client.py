@@ -139,7 +139,6 @@ class Client:
         return self._get("/hearth/models", list[ModelView])
 
     def model(self, name: str, *, look: bool = False) -> ModelView:
-        """`look`: check the source of the model for changes."""
         return self._get(f"/hearth/models/{_segment(name)}{'?look=true' if look else ''}", ModelView)
 
     def ps(self) -> ProcessView:
@@ -256,7 +255,6 @@ class Client:
             raise Unreached(f"the service at `{self.url}` broke off: {reason}; look at its log") from error
 
     def _streamed(self, data: bytes, kind: type[T]) -> T:
-        """Return an event of a stream. Raises the error that the event may be."""
         if b'"error"' in data:
             try:
                 failure = msgspec.json.decode(data, type=_Failure)
@@ -276,7 +274,6 @@ class Client:
 
 
 def _host_of(url: str) -> str:
-    """Return the host of a URL. Raises ConfigError."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port

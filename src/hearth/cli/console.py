@@ -100,7 +100,6 @@ def is_flag_given(context: typer.Context, parameter: str) -> bool:
 
 
 def data_dir_of(context: typer.Context, data_dir: Path, config: HearthConfig) -> Path:
-    """Return the data directory of the flag or environment, else of the configuration."""
     source = context.get_parameter_source("data_dir")
     is_default = source is None or source.name == "DEFAULT"
     return Path(config.service.data_dir).expanduser() if is_default else data_dir
@@ -166,7 +165,6 @@ class Configuration:
 
 
 def told_origins(origins: Mapping[str, str]) -> str:
-    """List the non-default settings by origin."""
     settings: dict[str, list[str]] = {}
     for setting, origin in origins.items():
         settings.setdefault(origin, []).append(setting)
@@ -193,7 +191,6 @@ def resolved(
 def configured(
     path: Path | None, settings: Sequence[str] | None, flags: Mapping[str, object | None] | None = None
 ) -> HearthConfig:
-    """Return the configuration of `resolved`, and print its notes."""
     configuration = resolved(path, settings, flags)
     configuration.print_notes()
     return configuration.config
@@ -236,7 +233,6 @@ def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _cell(value: object) -> str:
-    """Format a value: digits in groups, runs of equal items in a list counted."""
     match value:
         case None:
             return "-"

@@ -68,8 +68,6 @@ def demo(
 
 
 class _Visitor:
-    """Asks the service one question from its own thread, which writes `_error`."""
-
     def __init__(self, once: bool, data_dir: Path) -> None:
         self._once, self._data_dir = once, data_dir
         self._thread: threading.Thread | None = None
@@ -118,7 +116,6 @@ def _deploy(data_dir: Path) -> None:
 
 
 def _bundled() -> str:
-    """Return the GGUF file of the installed package."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:

@@ -110,8 +110,6 @@ def _disk(store: StoreReport) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ServiceReport:
-    """The service on a data directory. Becomes JSON."""
-
     data_dir: str
     num_models: int | None  #: None: the registry cannot be read
     status: str  #: not running, starting, ok, failing, draining, or why it does not respond

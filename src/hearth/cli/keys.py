@@ -230,7 +230,6 @@ def _changed(
     models: str | None,
     service_class: str | None,
 ) -> KeyTerms:
-    """Return the terms with the given options applied. Raises BadParameter."""
     limits = terms.limits
     if rpm is not None:
         limits = replace(limits, requests_per_min=_limit("--rpm", rpm))

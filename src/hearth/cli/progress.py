@@ -45,7 +45,6 @@ class _OnceKnown(ProgressColumn):
 
 @contextmanager
 def step_bar(title: str) -> Iterator[Advance]:
-    """Show a bar that counts steps; their number may be unknown at first."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -75,8 +75,6 @@ _Named = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A snapshot on disk. Becomes JSON."""
-
     model: str  #: empty: the model is no longer deployed
     path: str
     num_bytes: int
@@ -121,7 +119,6 @@ def make(
 
 
 def made(client: Client, name: str) -> SnapshotView:
-    """Have the service make a snapshot, and show its progress. Raises HearthError."""
     view = None
     with step_bar(f"loading {name}") as advance:
         for event in client.make_snapshot(name):
@@ -241,7 +238,6 @@ class _LocalSnapshots:
 
     @staticmethod
     def of(data_dir: Path) -> _LocalSnapshots:
-        """Raises SnapshotError if the key of the directory is broken."""
         names = {one.digest: one.name for one in local_models.views(data_dir)}
         return _LocalSnapshots(SnapshotDirectory.find(DataDir(data_dir).snapshots_path), names)
 

@@ -74,8 +74,7 @@ class DataDir:
     def open(path: str | Path) -> DataDir:
         """Open the directory; a missing one is created, for its owner alone.
 
-        Raises:
-            DataDirError: the directory has another format version, or cannot be used.
+        Raises DataDirError: the directory has another format version, or cannot be used.
         """
         data_dir = DataDir(Path(path).expanduser().absolute())
         with _translated(data_dir.path):
@@ -90,8 +89,7 @@ class DataDir:
     def hold(path: str | Path) -> Iterator[DataDir]:
         """Hold the directory for one service alone, until the context or the process ends.
 
-        Raises:
-            DataDirError: another service runs on it, or see `open`.
+        Raises DataDirError: another service runs on it, or see `open`.
         """
         data_dir = DataDir.open(path)
         with _translated(data_dir.path):
@@ -111,7 +109,6 @@ class DataDir:
             os.close(lock)
 
     def announce(self, service: ServiceFile, admin_token: str) -> None:
-        """Write the service's address, so that commands on this machine find it."""
         with _translated(self.path):
             write_private(self._admin_token_path, admin_token)
             write_private(self._service_path, json.dumps(asdict(service)))
@@ -122,7 +119,6 @@ class DataDir:
                 path.unlink(missing_ok=True)
 
     def read_admin_token(self) -> str | None:
-        """Return the token of the running service; None: it has ended."""
         with _translated(self.path):
             try:
                 return self._admin_token_path.read_text(encoding="utf-8")
@@ -131,7 +127,6 @@ class DataDir:
 
     @property
     def has_registry(self) -> bool:
-        """True if a model was ever deployed there. Raises DataDirError: it cannot be read."""
         with _translated(self.path):
             return self.registry_path.exists()
 
@@ -156,8 +151,7 @@ def running_service(path: str | Path) -> ServiceFile | None:
 def is_held(path: str | Path) -> bool:
     """True if a service holds the directory, also one that starts or ends and cannot be reached.
 
-    Raises:
-        DataDirError: the directory cannot be read, such as another user's.
+    Raises DataDirError: the directory cannot be read, such as another user's.
     """
     data_dir = DataDir(Path(path).expanduser().absolute())
     with _translated(data_dir.path):
@@ -165,7 +159,6 @@ def is_held(path: str | Path) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """True while a process holds the lock file exclusively. Raises OSError."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -244,7 +237,6 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def _permission_remedy(path: Path) -> str:
-    """Return the remedy for a denied permission: mostly the directory belongs to the service's user."""
     with suppress(OSError, KeyError):  # it cannot be looked at either, or its owner has no name
         if path.stat().st_uid != os.geteuid():
             return f"run this as its owner, like `sudo -u {path.owner()} hearth ...`"

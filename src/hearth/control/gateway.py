@@ -77,7 +77,6 @@ class Gateway:
         drain_s: float,
         exchange_sinks: Sequence[Callable[[ExchangeRecord], None]] = (),
     ) -> None:
-        """`exchange_sinks` are handed every HTTP exchange that has ended, one after the other."""
         self.deployments, self.prompts, self.views = deployments, prompts, views
         self.keys, self.admissions = keys, admissions
         self.admin_token = secrets.token_urlsafe(32)
@@ -93,10 +92,7 @@ class Gateway:
         """Tokenise, check and charge an admitted request.
 
         Requests that belong together are all prepared before the first is started: if a limit refuses one,
-        nothing was computed for the others.
-
-        Raises:
-            HearthError: the request is wrong, or cannot be taken.
+        nothing was computed for the others. Raises HearthError: the request is wrong, or cannot be taken.
         """
         self._refuse_when_closed()
         caller = admission.caller
@@ -130,8 +126,7 @@ class Gateway:
     def start(self, prepared: PreparedRequest, correlation: Correlation = UNNAMED) -> AnswerStream:
         """Start a request; its answer arrives in the stream.
 
-        Raises:
-            HearthError: it cannot be taken. Nothing was started then.
+        Raises HearthError: it cannot be taken. Nothing was started then.
         """
         wanted, prompt, caller = prepared.wanted, prepared.prompt, prepared.admission.caller
         self._refuse_when_closed()  # again: others may have been prepared since
@@ -190,12 +185,10 @@ class Gateway:
     # What the API reports.
 
     def count_ignored_fields(self, labels: Sequence[str]) -> None:
-        """Count request fields that Hearth does not read, by labels of a closed set."""
         for label in labels:
             self._metrics.ignored_fields.labels(label).inc()
 
     def count_closed_connection(self) -> None:
-        """Count a connection that was closed because too many were open."""
         self._metrics.connections_closed.inc()
 
     def exchange_ended(self, record: ExchangeRecord) -> None:
@@ -240,10 +233,8 @@ class Gateway:
     async def make_snapshot(self, name: str, caller: Caller) -> AsyncGenerator[dict[str, object], None]:
         """Make a snapshot of a model now; yield progress, and last what was made. Leaving stops nothing.
 
-        The model first generates one token, so that it is loaded.
-
-        Raises:
-            HearthError: it cannot be loaded, or the snapshot cannot be made.
+        The model first generates one token, so that it is loaded. Raises HearthError: it cannot be loaded, or
+        the snapshot cannot be made.
         """
         model = ModelId(self.deployments.find_for(name, caller).deployed.name)
         self._snapshots.check_kept()
@@ -294,23 +285,19 @@ class Gateway:
     # The end of the service.
 
     async def drain(self) -> None:
-        """Take no new request and wait until all have ended."""
         self._driver.requests.is_draining = True
         await self._driver.requests.wait_empty()
 
     async def refused(self) -> ConfigError:
-        """Wait until a worker says that its settings are wrong, and return what it says."""
         return await asyncio.shield(self._supervisor.refusal)
 
     def end_all(self, error: HearthError | None = None) -> None:
-        """End all requests that still run, with this error or that of a service which ends."""
         self._driver.requests.is_draining = True
         self._driver.fail_all(
             error or ShuttingDown(f"the service was shut down and waited {self._drain_s:g} s; ask again")
         )
 
     def _salt_of(self, group: GroupId) -> bytes:
-        """Return the secret that separates a group's cached prefixes from others', on every worker."""
         return hashlib.blake2b(group.encode(), key=self._salt_secret, digest_size=SALT_BYTES).digest()
 
     def _refuse_when_closed(self) -> None:
@@ -324,8 +311,7 @@ class Gateway:
     ) -> CatalogEntry:
         """Return what has the name of an entry now. An adapter may change: the tokens are the base's.
 
-        Raises:
-            HearthError: the model was replaced or removed, or its context has become too short.
+        Raises HearthError: the model was replaced or removed, or its context has become too short.
         """
         name = entry.name
         current = self.deployments.find(name, caller.terms.models)

@@ -55,7 +55,6 @@ class Journal:
     """
 
     def __init__(self, path: Path, config: BrainConfig, max_bytes: int) -> None:
-        """Begin a file. Raises DataDirError if it cannot be written."""
         self.path = path
         self.is_stopped = False
         self._why_stopped = ""
@@ -80,7 +79,6 @@ class Journal:
 
     @property
     def must_rotate(self) -> bool:
-        """True if the file has reached half of `max_bytes`, or if it is time to try a full disk again."""
         if self.is_stopped:
             return self._now_s >= self._retry_s
         return self._num_bytes >= self._max_bytes // 2
@@ -123,7 +121,6 @@ class Journal:
 
     @contextmanager
     def flushing_once(self) -> Iterator[None]:
-        """Flush what is recorded in this context once, at its end."""
         self._flushes_each = False
         try:
             yield
@@ -184,10 +181,8 @@ class Replay:
 def replay(path: Path) -> Replay:
     """Run the events of a file through a new fleet, or that of its snapshot, until the first difference.
 
-    There is none if the policy is the one that was live.
-
-    Raises:
-        DataDirError: it is no journal, one of another version, or a line is damaged.
+    There is none if the policy is the one that was live. Raises DataDirError: it is no journal, one of
+    another version, or a line is damaged.
     """
     lines = _lines(path)
     fleet = _first_fleet(path, next(lines, b""))
@@ -208,7 +203,6 @@ def replay(path: Path) -> Replay:
 
 
 def decode(line: bytes) -> tuple[Event, list[Action]]:
-    """Return the event and the actions of any line but the first. Raises ValueError, KeyError, TypeError."""
     entry = json.loads(line)
     tag, values = entry["event"]
     actions = [msgspec.convert(order, _ACTIONS[name]) for name, order in entry["actions"]]
@@ -246,7 +240,6 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _first_fleet(path: Path, line: bytes) -> Fleet:
-    """Return the fleet before the first event of a file."""
     try:
         values = json.loads(line)
         version = values["version"]

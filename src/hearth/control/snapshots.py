@@ -27,8 +27,6 @@ _UNUSED = (SnapshotOutcome.OUTDATED, SnapshotOutcome.REFUSED, SnapshotOutcome.DI
 
 @dataclass(slots=True)
 class _OrderedSnapshot:
-    """A snapshot that was ordered and is not made yet. Mutable; written by `Snapshots`."""
-
     has_adapters: bool  #: also of steps with adapters
     followers: list[_Follower] = field(default_factory=list)
 
@@ -64,7 +62,6 @@ class Snapshots:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why models started without a snapshot."""
         obstacles = () if self._obstacle is None else (f"no snapshots are kept: {self._obstacle}",)
         return (*obstacles, *self._notes.values())
 
@@ -86,7 +83,6 @@ class Snapshots:
         self._end((worker, model), "the model left device memory")
 
     def loaded(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
-        """Order a snapshot of a model that is loaded completely, if one is wanted and not being made."""
         self._stays[worker, model] = hosting
         if (worker, model) in self._wanted and not any(other == model for _, other in self._makings):
             self._order(worker, model, hosting)
@@ -186,7 +182,6 @@ class Snapshots:
     # By hand.
 
     def check_kept(self) -> None:
-        """Raise SnapshotError if this service keeps no snapshots."""
         if self._is_off:
             raise SnapshotError(
                 "no snapshots are kept: `store.snapshot_bytes` is 0; raise it and restart the service"
@@ -199,8 +194,7 @@ class Snapshots:
     ) -> AsyncGenerator[SnapshotProgress | SnapshotMade, None]:
         """Order a snapshot of a model's stay, or follow the one being made; yield progress and result.
 
-        Raises:
-            SnapshotError: it could not be made.
+        Raises SnapshotError: it could not be made.
         """
         follower: _Follower = asyncio.Queue()
         key = (worker, model)

@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a number, both inclusive."""
-
     low: float
     high: float = math.inf
 
@@ -41,8 +39,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Duration:
-    """Marks seconds that `parse_duration` reads."""
-
     low_s: float = 0.0
 
 
@@ -463,7 +459,6 @@ def _checked(key: str, hint: object, value: object) -> object:
 
 
 def _bytes_text(num_bytes: float) -> str:
-    """Format bytes in the largest unit that divides them: 16MiB, 1B."""
     units = {unit: size for unit, size in UNITS.items() if size <= num_bytes and not num_bytes % size}
     unit = max(units, key=units.__getitem__, default="B")
     return f"{num_bytes / UNITS[unit]:.0f}{unit}"
@@ -490,7 +485,6 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 def _origin(text: str) -> str:
-    """Return an origin in the form that browsers send."""
     if text == "*":
         return text
     origin = text.lower().removesuffix("/")

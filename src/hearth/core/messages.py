@@ -247,8 +247,6 @@ class StartRequest(Struct, frozen=True, tag=True):
 
 
 class CancelRequest(Struct, frozen=True, tag=True):
-    """End a run without an answer."""
-
     run: int
 
 

@@ -36,11 +36,9 @@ class Devices:
 
     @property
     def num_sharing(self) -> int:
-        """The most workers that share one device."""
         return -(-self.num_workers // len(self.indices))
 
     def share_of(self, index: int) -> float:
-        """Return a worker's share of its device."""
         num_devices = len(self.indices)
         num_sharing = len(range(index % num_devices, self.num_workers, num_devices))
         return 1.0 / num_sharing
@@ -75,7 +73,6 @@ def resolve(service: ServiceConfig) -> Devices:
 
 
 def check_host_memory(store: StoreConfig, devices: Devices) -> None:
-    """Raise ConfigError if the machine has less memory than the host memory for GPUs."""
     limit_bytes = machine_bytes()
     if devices.kind == "cuda" and store.host_bytes > limit_bytes:
         raise ConfigError(
@@ -85,7 +82,6 @@ def check_host_memory(store: StoreConfig, devices: Devices) -> None:
 
 
 def _check_memory(service: ServiceConfig, num_sharing: int, limit_bytes: int, whose: str) -> None:
-    """Refuse memory that workers which share a device can never have."""
     if service.memory_bytes is None or service.memory_bytes * num_sharing <= limit_bytes:
         return
     shared = "" if num_sharing == 1 else f", which {num_sharing} workers share"

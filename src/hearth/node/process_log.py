@@ -85,7 +85,6 @@ class ProcessLog:
 
 
 def logs_to_stderr() -> bool:
-    """True if this process logs to its standard error, as `hearth serve` does."""
     handlers = (one for one in logging.getLogger().handlers if isinstance(one, logging.StreamHandler))
     return any(handler.stream is sys.stderr for handler in handlers)
 
@@ -99,7 +98,6 @@ def is_open_as(path: Path, fd: int) -> bool:
 
 
 def _takes(fd: int, wait_s: float) -> bool:
-    """Wait until a descriptor can be written, or fails when it is."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(1000 * wait_s))

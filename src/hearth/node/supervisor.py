@@ -53,8 +53,7 @@ class Supervisor:
     async def start(self) -> None:
         """Start all processes. Returns when the keeper is ready; workers may take longer.
 
-        Raises:
-            HearthError: the keeper cannot start, for the reason that it gives.
+        Raises HearthError: the keeper cannot start, for the reason that it gives.
         """
         if self._template is not None:  # first: the first workers wait for its imports
             self._tasks.append(run_vital(self._template.keep()))

@@ -18,14 +18,11 @@ COMMAND = ("-P", "-m", "hearth.worker.template")
 
 @dataclass(frozen=True, slots=True)
 class TemplateProcess:
-    """A template process, which may have ended."""
-
     pid: int
     socket: socket.socket  #: over which it is asked for workers, and with which it ends
 
 
 def start_template(errors: int) -> TemplateProcess:
-    """Start a template whose standard error is `errors`. Raises OSError if it cannot be started."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     try:

@@ -77,7 +77,6 @@ class WorkerTemplate:
 
     @property
     def pid(self) -> int | None:
-        """The present template process; None: there is none."""
         return None if self._socket is None or self._process is None else self._process.pid
 
     @property
@@ -128,7 +127,6 @@ class WorkerTemplate:
         return None
 
     async def _run_one(self) -> str:
-        """Start a template, or take the first one, and wait for its end; return why it ended."""
         self._killed_for = None
         first, self._first = self._first, None
         try:
@@ -200,7 +198,6 @@ def _send_setup(worker: ForkedWorker, setup: WorkerSetup) -> None:
 
 
 async def _answer(template: socket.socket, patience_s: float) -> TemplateAnswer:
-    """Return the template's next answer. Raises OSError when it ends, or does not answer in time."""
     try:
         async with asyncio.timeout(patience_s):
             answer = await asyncio.get_running_loop().sock_recv(template, _ANSWER_BYTES)

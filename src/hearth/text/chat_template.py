@@ -85,7 +85,6 @@ class ChatTemplate:
         return _up_to_mark(text) if continue_final_message else text
 
     def check(self) -> None:
-        """Compile all templates. Raises BadTokenizer."""
         for name in self._sources:
             self._run(name, None, COMPILE_S)
 

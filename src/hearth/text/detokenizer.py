@@ -30,7 +30,6 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()
     ) -> None:
-        """Turn the tokens that follow `prompt` into the text that they add to it."""
         self._tokenizer = tokenizer
         self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._stream = _Window(tokenizer) if tokenizer.spelled is None else _ByteStream(tokenizer.spelled)
@@ -47,7 +46,6 @@ class Detokenizer:
         return self._stream.push_all([token_id for token_id in token_ids if token_id not in hidden])
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of the output."""
         return self._stream.flush()
 
     def _tail(self, prompt: Sequence[int]) -> list[int]:

@@ -96,7 +96,6 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill a process unless it has ended, close its pipes and return its exit status."""
     process.kill()
     process.communicate()
     return process.returncode

@@ -29,7 +29,6 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """Look for `stops`; `include` keeps the one that is found at the end of the text."""
         assert all(stops), f"empty stop string in {stops!r}"
         self._automaton = _automaton(tuple(stops)) if stops else None
         self._include = include
@@ -97,7 +96,6 @@ class _Automaton:
         self.first_chars = frozenset(self._children[ROOT])
 
     def next(self, node: int, char: str) -> int:
-        """Return the node after one more character."""
         while (child := self._children[node].get(char)) is None:
             if node == ROOT:
                 return ROOT

@@ -24,8 +24,6 @@ To call one, answer with nothing but a JSON object: {{"name": <its name>, "argum
 
 @dataclass(frozen=True, slots=True)
 class TemplateTools:
-    """The parts of tool use that a chat template supports, judged by its source."""
-
     has_tools: bool
     has_calls: bool
     has_results: bool
@@ -90,7 +88,6 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Json]) -> list[Mess
 
 
 def _with_calls(message: Message, calls: Sequence[Json]) -> Message:
-    """Put the calls of an assistant message into its text."""
     texts = [text] if (text := _text(message)) else []
     for function in map(_function, calls):
         arguments = function["arguments"]
@@ -102,7 +99,6 @@ def _with_calls(message: Message, calls: Sequence[Json]) -> Message:
 
 
 def _function(part: Json) -> Mapping[str, Json]:
-    """Return the function of a tool or of a call."""
     function = part.get("function") if isinstance(part, Mapping) else None
     if not isinstance(function, Mapping):
         raise TypeError(f"no `function` in: {part!r:.80}")

@@ -37,8 +37,6 @@ _vocabularies: WeakValueDictionary[bytes, Vocabulary] = WeakValueDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A tokenizer with its chat template, shared by all requests of a model."""
-
     _vocabulary: Vocabulary = field(repr=False)  #: keeps it alive for other models
     _backend: Backend = field(repr=False)
     _chat_template: ChatTemplate | None
@@ -50,7 +48,6 @@ class Tokenizer:
 
     @staticmethod
     def load(directory: Path) -> Tokenizer:
-        """Read a model's tokenizer. Raises `BadTokenizer` if a file is missing or broken."""
         settings = read_settings(directory)
         with _sound(f"{directory / 'tokenizer.json'} cannot be read"):
             vocabulary = _read_vocabulary(directory, settings)
@@ -105,7 +102,6 @@ class Tokenizer:
                 ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens; ids outside the vocabulary have none."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
@@ -182,7 +178,6 @@ _OLD_FILES = {"merges.txt", "spiece.model", "tekken.json", "vocab.json", "vocab.
 
 
 def _read_vocabulary(directory: Path, settings: Settings) -> Vocabulary:
-    """Return a shared vocabulary of equal files, or a new one."""
     content = _read_tokenizer(directory)
     said = repr((sorted(settings.special_tokens.items()), settings.listed_tokens))
     key = hashlib.blake2b(f"{said}\n{content}".encode(), digest_size=32).digest()

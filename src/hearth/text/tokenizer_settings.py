@@ -21,8 +21,6 @@ MAX_END_IDS = 256
 
 @dataclass(frozen=True, slots=True)
 class ListedToken:
-    """A token that tokenizer_config.json lists with its id."""
-
     token_id: int
     content: str
     special: bool
@@ -42,7 +40,6 @@ class Settings:
 
 
 def read_settings(directory: Path) -> Settings:
-    """Read the settings of a model; absent files add nothing. Raises `BadTokenizer` for a broken one."""
     path = directory / "tokenizer_config.json"
     config = _read_object(path)
     special_tokens = _special_tokens(config)

@@ -209,7 +209,6 @@ class ToolParser:
         return parts
 
     def flush(self) -> list[str | ToolCall]:
-        """Return the held text at the end of the answer."""
         parts: list[str | ToolCall] = []
         while self._is_tagged and self._end is not None:
             # An unterminated string may hide the closing tag: ignore strings from here on.
@@ -261,7 +260,6 @@ class ToolParser:
         return start + len(word)
 
     def _read_call(self, end: _CallEnd, text: str, at: int, parts: list[str | ToolCall]) -> int:
-        """Read up to the end of the held call."""
         num_read = end.read(text, at)
         self._held.append(text[at:num_read])
         if end.is_reached:
@@ -271,7 +269,6 @@ class ToolParser:
         return len(text)
 
     def _add_call(self, written: str, parts: list[str | ToolCall]) -> None:
-        """Add `written` as a call, or as text if it is not one."""
         self._end, self._bare_step = None, 0
         if self._is_tagged:
             inside = written[written.index(OPEN) + len(OPEN) :].removesuffix(CLOSE)

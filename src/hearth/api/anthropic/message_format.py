@@ -15,7 +15,6 @@ MESSAGE_PREFIX = "msg_"
 
 
 def message_object(stream: AnswerStream, usage: TokenUsage) -> dict[str, object]:
-    """Return a message without content."""
     return {
         "id": MESSAGE_PREFIX + stream.request_id,
         "type": "message",

@@ -235,7 +235,6 @@ class ConversationBody(Strict):
     thinking: Thinking | None = Field(None, description="Ignored: answers have no thinking blocks.")
 
     def chat_body(self) -> ChatBody:
-        """Translate the body. Raises RequestError."""
         return ChatBody.model_validate(self._fields())
 
     def _fields(self) -> dict[str, object]:

@@ -165,7 +165,6 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     async def load_or_unload(
         body: OllamaChatBody | GenerateBody, format: OllamaFormat, request: Request
     ) -> Response:
-        """Load a model by a request for one token, or unload it."""
         caller = caller_of(request)
         if not body.has_no_keep_alive:
             least = {"model": body.model, "prompt": [0], "max_tokens": 1, "keep_alive": body.keep_alive}

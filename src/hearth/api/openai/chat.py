@@ -245,8 +245,6 @@ class ChatBody(Body):
 
 
 class _Tools:
-    """The tools of one request, in the call format of its model."""
-
     def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
         self._body = body
         self._tools: Sequence[ToolBody] = body.tools or []
@@ -269,7 +267,6 @@ class _Tools:
         return ToolUse(self._format, frozenset(tool.function.name for tool in self._tools), max_calls)
 
     def guide(self) -> GuideSpec | None:
-        """Return a grammar of calls if the request requires a call."""
         if self._format is None or not self._demands_call:
             return None
         if self._body.guide() is not None:

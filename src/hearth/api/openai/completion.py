@@ -45,7 +45,6 @@ class CompletionBody(Body):
     best_of: int | None = Field(None, ge=1, le=128, description="Not supported; must be `n`.")
 
     def answer_spec(self, dialect: Dialect) -> AnswerSpec:
-        """Translate the body. Raises RequestError."""
         self._check()
         sampling = self.sampling(self.logprobs)
         if self.echo and self.logprobs is not None:

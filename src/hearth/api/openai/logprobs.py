@@ -20,7 +20,6 @@ def chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed
 
 
 def token_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta]) -> list[object]:
-    """Return an object per token, for chat and responses."""
     content: list[object] = []
     for delta in deltas:
         if delta.logprobs is not None:
@@ -31,7 +30,6 @@ def token_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta]) -> list[o
 
 
 def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> object:
-    """Format logprobs for completions, after an echoed prompt of `num_echoed` characters."""
     return _columns(_output_rows(tokenizer, deltas, num_echoed))
 
 
@@ -114,7 +112,6 @@ def _columns(rows: Sequence[_ScoredToken]) -> object:
 
 
 def _best(tokenizer: Tokenizer, token: int, logprob: float, top: Sequence[TokenLogprob]) -> dict[str, float]:
-    """Return the most likely tokens, and the chosen one in any case."""
     best = {_name(tokenizer, one.token_id): _bounded(one.logprob) for one in top}
     return best | {_name(tokenizer, token): _bounded(logprob)}
 

@@ -71,7 +71,6 @@ class _ChoiceEvents:
         stream: AnswerStream,
         usage: bytes,
     ) -> None:
-        """Each event begins with `head` and ends with `usage`."""
         self._stream = stream
         self._format = format
         self._has_logprobs = spec.has_logprobs
@@ -88,7 +87,6 @@ class _ChoiceEvents:
         self._num_calls = 0
 
     def first(self, echo: str = "") -> bytes:
-        """Return the first events of a choice; `echo`: its prompt, if requested."""
         parts = [] if self._format.first is None else [self._begin + self._format.first + self._end]
         if echo:
             self._num_echoed = len(echo)

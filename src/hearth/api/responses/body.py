@@ -133,7 +133,6 @@ class ResponseBody(GenerationBody):
 
     @property
     def items(self) -> list[Item]:
-        """The input as items."""
         if isinstance(self.input, list):
             return list(self.input)
         return [MessageItem(role="user", content=self.input)]
@@ -154,8 +153,7 @@ class ResponseBody(GenerationBody):
     def chat(self, earlier: Sequence[Item]) -> ChatBody:
         """Return the same as a body of chat; `earlier`: the items of the responses that it continues.
 
-        Raises:
-            RequestError: the body contradicts itself.
+        Raises RequestError: the body contradicts itself.
         """
         items = self.items
         self._check(items, earlier)
@@ -180,8 +178,7 @@ class ResponseBody(GenerationBody):
     def echo(self) -> dict[str, object]:
         """Return the fields that a response repeats from its request, as values that become JSON.
 
-        Raises:
-            BadPrompt: what the tools or the format hold is no JSON.
+        Raises BadPrompt: what the tools or the format hold is no JSON.
         """
         return {
             "instructions": self.instructions,

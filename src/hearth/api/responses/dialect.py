@@ -27,7 +27,6 @@ class ResponseDialect:
     waiting = WAITING
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
-        """Return the response of the last event of a stream of the same tokens."""
         (choice,) = choices
         events = ResponseEvents(self, spec, choice.stream)
         events.write(0, choice.deltas)

@@ -75,7 +75,6 @@ class ResponseEvents:
         return self._event("response.created", begin) + self._event("response.in_progress", begin)
 
     def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
-        """Return the events for these tokens; nothing for tokens that add no text yet."""
         self._finish_reason = deltas[-1].finish_reason
         if not self._is_plain:
             return self._write_more(deltas)
@@ -99,7 +98,6 @@ class ResponseEvents:
         return ending + self._event(f"response.{self._status}", b'"response":' + encode(response))
 
     def end(self, usage: TokenUsage) -> dict[str, object]:
-        """Return the response in the last event of the stream."""
         self._end_output()
         return self._spelling.ended(self._stream, ResponseState(self._status, self._output, usage))
 
@@ -159,7 +157,6 @@ class ResponseEvents:
         return self._message
 
     def _end_message(self, status: Literal["completed", "incomplete"]) -> bytes:
-        """End the open message, if any."""
         if self._message is None:
             return b""
         text, logprobs = "".join(self._message.texts), self._message.logprobs
@@ -218,7 +215,6 @@ class ResponseEvents:
         return self._event(f"response.output_item.{change}", place)
 
     def _event(self, kind: str, inside: bytes) -> bytes:
-        """Return a numbered event; `inside`: the fields of its object, as JSON."""
         number, name = self._num_events, kind.encode()
         self._num_events += 1
         return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%d}\n\n' % (name, name, inside, number)

@@ -47,7 +47,6 @@ def _known_item(item: object) -> object:
 
 
 def _kind(item: object) -> object:
-    """Return the type of an item; one without a type is a message."""
     assert isinstance(item, dict), f"checked before: {type(item)}"
     kind = item.get("type")
     return "message" if kind is None else kind
@@ -150,7 +149,6 @@ def from_stored(items: object) -> list[Item]:
 
 
 def as_stored(items: Iterable[Item], id_prefix: str) -> list[dict[str, object]]:
-    """Return items for JSON, each with its own id or one with `id_prefix`."""
     kept = (item for item in items if not isinstance(item, ReasoningItem))
     return [item.as_stored(f"{id_prefix}_{index}") for index, item in enumerate(kept)]
 

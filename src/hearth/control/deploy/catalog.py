@@ -35,8 +35,6 @@ MAX_PREPARED = 256
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A deployed model with its configuration, possibly with an adapter."""
-
     deployed: Deployed
     config: ModelConfig  #: of the adapter, if there is one
     limits: StepLimits
@@ -47,7 +45,6 @@ class CatalogEntry:
 
     @property
     def name(self) -> str:
-        """The name of the adapter, or else of the model."""
         return self.deployed.name if self.adapter is None else self.adapter.name
 
     @property
@@ -91,10 +88,8 @@ class Catalog:
         """Read the registry. `kind`: of the devices; `budget_bytes`: of each, None: not known yet.
 
         `pace`: of models without one of their own. `takes_turns`: models that do not fit together take turns.
-        `is_served`: False: list adapters for all kinds of devices.
-
-        Raises:
-            ConfigError: the configuration of a model contradicts the model.
+        `is_served`: False: list adapters for all kinds of devices. Raises ConfigError: the configuration of a
+        model contradicts the model.
         """
         self._registry, self._configs = registry, configs
         self._wanted_limits = engine.wanted_limits
@@ -110,7 +105,6 @@ class Catalog:
         self.refresh()
 
     def check_settings(self) -> None:
-        """Raise ConfigError for settings of a model that is not deployed, naming the nearest one."""
         for name, hint in self._names.waiting().items():
             raise ConfigError(
                 f"[models.{name}] has settings for a model that is not deployed ({hint}); correct the name, "
@@ -118,7 +112,6 @@ class Catalog:
             )
 
     def refresh(self) -> None:
-        """Read the registry again."""
         deployed, adapters = self._registry.all(), self._registry.adapters()
         names = Names([*deployed, *adapters], self._configs)
         for adapter in adapters:
@@ -163,7 +156,6 @@ class Catalog:
         return [entry for name, entry in self._entries.items() if entry != before[name]]
 
     def entries(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
-        """Return all models, or those that the allowed names and aliases mean."""
         if allowed is None:
             return list(self._entries.values())
         names = self._names.allowed(allowed)
@@ -179,7 +171,6 @@ class Catalog:
         ]
 
     def bases(self) -> set[ModelId]:
-        """Return the models that adapters are deployed on."""
         return {ModelId(adapter.base) for adapter in self._adapters.values()}
 
     def adapter_ids(self) -> set[AdapterId]:
@@ -202,7 +193,6 @@ class Catalog:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of models by alias."""
         return {alias: name for name, config in self._configs.items() for alias in config.aliases}
 
     def host_order(self, order: LoadModel, hosting: int) -> HostModel:
@@ -266,7 +256,6 @@ class Catalog:
         return replace(base, config=config, adapter=adapter)
 
     def _misfit(self, adapter: DeployedAdapter) -> str | None:
-        """Return why an adapter cannot be served by its base; None: it can."""
         base = self._entries.get(ModelId(adapter.base))
         if base is None:
             return f"its base `{adapter.base}` is not deployed; deploy that, or the adapter with another"
@@ -355,7 +344,6 @@ def _adapter_view(entry: CatalogEntry, adapter: DeployedAdapter, base: ModelView
 
 
 def _check_adapter_config(name: str, config: ModelConfig) -> None:
-    """Raise ConfigError for settings that only a whole model can have."""
     known = ("aliases", "pinned", "latency_weight")
     plain = ModelConfig(**{field: getattr(config, field) for field in known})
     if config != plain:

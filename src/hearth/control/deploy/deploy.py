@@ -84,8 +84,6 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The first line that the deploying process reads from its standard input."""
-
     order: DeployOrder
     data_dir: str
 
@@ -96,10 +94,8 @@ async def deploying(
     """Carry out an order; the last event is DeployDone. Closing the generator cancels it.
 
     The consumer registers the model before it asks for more after DeployDone, or the files are deleted.
-    `errors`: where the process logs to; None: to the log file of the data directory.
-
-    Raises:
-        HearthError: it cannot be done; nothing has changed then.
+    `errors`: where the process logs to; None: to the log file of the data directory. Raises HearthError: it
+    cannot be done; nothing has changed then.
     """
     done = None
     with _under_way(data_dir) as lock, data_dir.log_path.open("ab") as log_file:
@@ -139,7 +135,6 @@ async def deploying(
 
 
 def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEvent, None, None]:
-    """Run `deploying` in a program that has no event loop."""
     events = deploying(order, data_dir)
     with asyncio.Runner() as runner:
         try:
@@ -268,7 +263,6 @@ def _under_way(data_dir: DataDir) -> Iterator[int]:
 
 @contextmanager
 def _opened_lock(data_dir: DataDir) -> Iterator[int]:
-    """Open the lock that running deployments share. Raises DataDirError."""
     path = data_dir.run_path / "deploying"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -294,7 +288,6 @@ def _task_line(order: DeployOrder, data_dir: DataDir) -> bytes:
 
 
 def _event_of(line: bytes) -> DeployEvent:
-    """Return the event of a line. Raises the error that the process reports."""
     match msgspec.json.decode(line):
         case {"event": "progress", "phase": str(phase), "done_bytes": int(done), "total_bytes": int(total)}:
             return DeployProgress(phase, done, total)

@@ -67,8 +67,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A converted model or adapter where it will be loaded from."""
-
     where: str
     directory: Path
     manifest: StoredManifest
@@ -81,8 +79,7 @@ class _Placed:
 def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) -> Deployed | DeployedAdapter:
     """Put the model or adapter in place and return it.
 
-    Raises:
-        HearthError: it cannot be done; nothing has changed then.
+    Raises HearthError: it cannot be done; nothing has changed then.
     """
     source = parse_source(order.source)
     name = check_name(default_name(source) if order.name is None else order.name)
@@ -119,7 +116,6 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
 def _described(
     name: str, source: str, placed: _Placed, order: DeployOrder, data_dir: DataDir
 ) -> Deployed | DeployedAdapter:
-    """Return what is in place, with its facts. Raises if it cannot be served."""
     manifest = placed.manifest
     where, directory, now_s = placed.where, str(placed.directory), time.time()
     if isinstance(manifest, AdapterManifest):
@@ -307,13 +303,11 @@ def _ignore_interrupts() -> None:
 
 
 def _printable(reason: str) -> str:
-    """Return a reason cut to length and encodable as UTF-8."""
     cut = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]} ..."
     return cut.encode(errors="backslashreplace").decode()
 
 
 def _work(task: Task, reporter: _Reporter) -> int:
-    """Carry out the task, report the result, and return the exit code."""
     try:
         deployed = carry_out(task.order, DataDir.open(task.data_dir), reporter.progress)
     except KeyboardInterrupt:

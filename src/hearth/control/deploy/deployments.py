@@ -53,7 +53,6 @@ class Deployments:
         data_dir: DataDir,
         errors: int | None = None,
     ) -> None:
-        """`errors`: where deploying processes log to, as in `deploying`."""
         self._errors = errors
         self._registry, self._catalog, self._driver = registry, catalog, driver
         self._keeper, self._data_dir = keeper, data_dir
@@ -73,7 +72,6 @@ class Deployments:
         return self._catalog.adapters(allowed)
 
     def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
-        """Return what an allowed name or alias means, as `Catalog.find` does."""
         self._follow()
         return self._catalog.find(name, allowed)
 
@@ -82,8 +80,7 @@ class Deployments:
     def find_for(self, name: str, caller: Caller) -> CatalogEntry:
         """Return what a name or alias means to a caller, and note it in the current exchange's record.
 
-        Raises:
-            UnknownModel: there is none, or the caller's key may not use it.
+        Raises UnknownModel: there is none, or the caller's key may not use it.
         """
         entry = self.find(name, caller.terms.models)
         if (exchange := current_exchange()) is not None:
@@ -91,7 +88,6 @@ class Deployments:
         return entry
 
     def models(self, caller: Caller) -> list[ModelView]:
-        """Return the models, then the adapters."""
         allowed = caller.terms.models
         return [self._catalog.view(entry) for entry in (*self.entries(allowed), *self.adapters(allowed))]
 
@@ -99,7 +95,6 @@ class Deployments:
         return self._catalog.view(self.find_for(name, caller))
 
     def may_use(self, model: str, caller: Caller) -> bool:
-        """True if a caller's key allows a model, which may have been removed."""
         allowed = caller.terms.models
         return allowed is None or model in {*allowed, *(view.name for view in self.models(caller))}
 
@@ -119,8 +114,7 @@ class Deployments:
     async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | ModelView, None]:
         """Yield progress, and last the deployed model. Closing the generator cancels the deployment.
 
-        Raises:
-            HearthError: it cannot be done; the previous model of that name is served as before.
+        Raises HearthError: it cannot be done; the previous model of that name is served as before.
         """
         order = replace(order, kind=self._catalog.kind, aliases=self._catalog.aliases)
         async with aclosing(deploying(order, self._data_dir, self._errors)) as progress:
@@ -219,7 +213,6 @@ class Deployments:
     def _post_changes(
         self, known: dict[ModelId, ModelProfile], adapters: set[AdapterId], bases: set[ModelId]
     ) -> None:
-        """Tell the brain which models differ from the known ones, and workers which adapters are gone."""
         if self._catalog.bases() - bases:
             self._driver.adapters_deployed()
         for adapter in adapters - self._catalog.adapter_ids():

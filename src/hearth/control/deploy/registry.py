@@ -79,7 +79,6 @@ class Registry:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit all changes of the context together, or none if it raises."""
         self._execute("begin immediate")
         try:
             yield
@@ -90,7 +89,6 @@ class Registry:
             raise
 
     def add(self, deployed: Deployed | DeployedAdapter) -> None:
-        """Register a model or an adapter. Raises NameTaken, and as `replace` does."""
         try:
             self._write("insert", deployed)
         except sqlite3.IntegrityError:
@@ -156,7 +154,6 @@ class Registry:
         return [name for (name,) in rows.fetchall()]
 
     def space_slots(self) -> dict[str, int]:
-        """Return the slot of device addresses of each model; a model may have none."""
         return dict(self._execute("select name, slot from space_slots").fetchall())
 
     def _give_slots(self) -> None:
@@ -212,7 +209,6 @@ class Registry:
             self._put(verb, deployed)
 
     def _check(self, deployed: Deployed | DeployedAdapter) -> None:
-        """Refuse adapters without a base or in place of a model, and changes that orphan adapters."""
         mine = self._adapters_of(deployed.name)
         if isinstance(deployed, DeployedAdapter):
             if deployed.base == deployed.name:

@@ -66,7 +66,6 @@ Source = HubSource | UrlSource | PathSource
 
 
 def parse_source(text: str) -> Source:
-    """Return the source that a user's text means. Raises RequestError for a bad repository or URL."""
     if text[:3].lower() == "hf:":
         match = _HUB.fullmatch(text[3:])
         if match is None or ".." in text:
@@ -94,7 +93,6 @@ def _parse_url(scheme: str, rest: str) -> UrlSource:
 
 
 def default_name(source: Source) -> str:
-    """Return a name derived from a source. Raises RequestError if no valid character is left."""
     match source:
         case HubSource(repo_id):
             last = repo_id.rpartition("/")[2]
@@ -111,8 +109,6 @@ def default_name(source: Source) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A repository's model on this machine."""
-
     directory: Path
     commit: str  #: the version of the repository that it is
 
@@ -158,7 +154,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: bool) -> str:
-    """Bring a directory to the state of a repository's model, and return the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

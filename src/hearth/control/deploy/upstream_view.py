@@ -28,7 +28,6 @@ def upstream_view(
 
 
 def _deploy_command(deployed: Deployed | DeployedAdapter) -> str:
-    """Return the command that replaces this deployment with the newest version."""
     source, kept = deployed.source, ""
     if isinstance(deployed, DeployedAdapter):
         kept = f" --base {deployed.base}"

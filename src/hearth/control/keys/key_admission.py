@@ -31,8 +31,7 @@ class KeyAdmissions:
     def admit(self, caller: Caller) -> KeyAdmission:
         """Admit a request until its context ends.
 
-        Raises:
-            RateLimited: a limit of the caller's key is reached.
+        Raises RateLimited: a limit of the caller's key is reached.
         """
         if caller.key_id is None:
             return KeyAdmission(self, caller, None)
@@ -42,7 +41,6 @@ class KeyAdmissions:
         return KeyAdmission(self, caller, outcome)
 
     def status(self, caller: Caller) -> RateStatus | None:
-        """Return what is left of a caller's limits; None: there are none."""
         limits = caller.terms.limits
         if caller.key_id is None or limits.requests_per_min is limits.tokens_per_min is None:
             return None
@@ -63,7 +61,6 @@ class KeyAdmissions:
             self._usage.count(caller, prompt_tokens, output_tokens)
 
     def _refused(self, caller: Caller, refusal: LimitRefusal) -> RateLimited:
-        """Count a refusal, and return it as an error."""
         self._metrics.key_refusals.labels(self._usage.label(caller), refusal.kind).inc()
         name, limit, used, wanted = caller.name, refusal.limit, refusal.used, refusal.wanted
         match refusal.kind:
@@ -94,7 +91,6 @@ class KeyAdmission:
     """An admitted request, until it ends. Mutable; used by the one task that answers it."""
 
     def __init__(self, gate: KeyAdmissions, caller: Caller, ticket: Ticket | None) -> None:
-        """`ticket` is None where there is no key."""
         self.caller = caller
         self._gate, self._ticket = gate, ticket
         #: Streams of its answers, and whether the prompt of each is to be counted.
@@ -103,14 +99,12 @@ class KeyAdmission:
     def charge(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Charge a prompt and the longest possible answer, before anything is computed.
 
-        Raises:
-            RateLimited: a limit of the key is reached. The request then counts for nothing.
+        Raises RateLimited: a limit of the key is reached. The request then counts for nothing.
         """
         if self._ticket is not None:
             self._gate.charge(self.caller, self._ticket, num_prompt_tokens, max_tokens)
 
     def follow(self, stream: AnswerStream, *, counts_prompt: bool) -> None:
-        """Count the tokens of a stream at the end."""
         self._streams.append((stream, counts_prompt))
 
     def __enter__(self) -> KeyAdmission:

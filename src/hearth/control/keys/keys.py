@@ -36,8 +36,6 @@ _SALT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """The owner of a key."""
-
     name: str
     role: Role
     created_at_s: float  #: since the epoch
@@ -48,8 +46,6 @@ class KeyInfo:
 
 @dataclass(frozen=True, slots=True)
 class _StoredKey:
-    """A key as the file holds it."""
-
     name: str
     role: Role
     salt: str  #: in hexadecimal, as is the hash
@@ -99,8 +95,7 @@ class _StoredKey:
 def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyTerms | None = None) -> str:
     """Make a key and return it. It cannot be shown again.
 
-    Raises:
-        ConfigError: the name is taken, the name, group or terms are invalid, or the file cannot be used.
+    Raises ConfigError: the name is taken, the name, group or terms are invalid, or the file cannot be used.
     """
     terms = terms or KeyTerms()
     _check_terms(terms)
@@ -122,8 +117,7 @@ def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyT
 def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyTerms:
     """Change the terms of a key and return them.
 
-    Raises:
-        ConfigError: there is no key of that name, the terms are invalid, or the file cannot be used.
+    Raises ConfigError: there is no key of that name, the terms are invalid, or the file cannot be used.
     """
     with _changing(path):
         entries = _read(path)
@@ -137,7 +131,6 @@ def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyT
 
 
 def remove(path: Path, name: str) -> None:
-    """Remove a key. Raises ConfigError if there is none of that name."""
     with _changing(path):
         entries = _read(path)
         others = [entry for entry in entries if entry.name != name]
@@ -152,7 +145,6 @@ def _unknown(path: Path, name: str, entries: Sequence[_StoredKey]) -> ConfigErro
 
 
 def is_loopback(host: str) -> bool:
-    """True if an address or name means this machine, where keys are optional."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -189,8 +181,7 @@ class ApiKeys:
     def are_required(self) -> bool:
         """True once there was a key. Removing all keys does not open the service.
 
-        Raises:
-            ConfigError: the file has changed and is invalid.
+        Raises ConfigError: the file has changed and is invalid.
         """
         self._refresh()
         return self._have_existed
@@ -198,8 +189,7 @@ class ApiKeys:
     def check(self, key: str) -> Caller | None:
         """Return the owner of a key; None: unknown. Takes the same time for wrong keys and right ones.
 
-        Raises:
-            ConfigError: the file has changed and is invalid.
+        Raises ConfigError: the file has changed and is invalid.
         """
         self._refresh()
         found = None
@@ -210,7 +200,6 @@ class ApiKeys:
         return found
 
     def ids(self) -> set[KeyId]:
-        """Return the ids of all keys. Raises ConfigError: the file has changed and is invalid."""
         self._refresh()
         return {entry.key_id for entry in self._entries}
 

@@ -75,7 +75,6 @@ class AccessLog:
 
 
 def fields_of(record: ExchangeRecord) -> dict[str, Field]:
-    """Return the logged fields of a request; a field without a value is None."""
     has_requests, sent_trace = bool(record.requests), record.correlation.trace
     return {
         "time": datetime.fromtimestamp(record.began_at_s, UTC).isoformat(timespec="milliseconds"),
@@ -101,7 +100,6 @@ def fields_of(record: ExchangeRecord) -> dict[str, Field]:
 
 
 def text_line(fields: Mapping[str, Field]) -> bytes:
-    """Return a line for people: the time, then `name=value` fields."""
     time, *rest = fields.items()
     return " ".join([str(time[1]), *(f"{name}={_spelled(value)}" for name, value in rest)]).encode("ascii")
 
@@ -123,7 +121,6 @@ LINE_FORMATS: dict[Literal["text", "json"], LineFormat] = {"text": text_line, "j
 
 
 def _spelled(value: Field) -> str:
-    """Return a value as one word, or else as a JSON string in ASCII."""
     match value:
         case None:
             return "-"

@@ -74,8 +74,6 @@ class CountingExporter(SpanExporter):
 
 
 class ExchangeSpans:
-    """Creates spans. Used on the event loop alone."""
-
     def __init__(self, tracer: Tracer, exporter: CountingExporter, max_queued_spans: int) -> None:
         """`max_queued_spans`: size of the SDK's queue between `tracer` and `exporter`."""
         self._tracer, self._exporter, self._max_queued = tracer, exporter, max_queued_spans

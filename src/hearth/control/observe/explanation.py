@@ -61,7 +61,6 @@ def _awaited(timeline: Timeline) -> LoadLog | None:
 
 
 def _load_s(timeline: Timeline, load: LoadLog, now_s: float) -> float:
-    """Return the seconds of a load before the request's end."""
     end_s = min(load.ended_s or now_s, timeline.ended_s or now_s)
     return end_s - (max(load.began_s, timeline.arrived_s) if load.is_guessed else load.began_s)
 
@@ -74,7 +73,6 @@ def _paused_s(timeline: Timeline, now_s: float) -> float:
 
 
 def _told_waits(timeline: Timeline, now_s: float) -> Iterator[TurnWait]:
-    """Yield the waits for turns that are worth showing."""
     for wait in timeline.waits:
         if wait.is_pause or (wait.ended_s or now_s) - wait.began_s >= MIN_WAIT_S:
             yield wait
@@ -92,7 +90,6 @@ def _queue_end_s(timeline: Timeline, now_s: float) -> float:
 
 
 def spans_of(timeline: Timeline, now_s: float) -> list[TimelineSpan]:
-    """Return the phases of the request, by their begin."""
     end_s = timeline.ended_s or now_s
     spans = [_span(timeline, "queue", timeline.arrived_s, _queue_end_s(timeline, now_s), timeline.waits_for)]
     if (load := _awaited(timeline)) is not None:

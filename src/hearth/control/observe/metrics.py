@@ -67,7 +67,6 @@ class Metrics:
     """Mutable; used on the event loop alone."""
 
     def __init__(self, device_hour_price: float | None = None) -> None:
-        """`device_hour_price`: None: no metric of cost."""
         self.registry = CollectorRegistry()  #: of all metrics but those by model
         self.models = ModelMetrics(device_hour_price)
         ProcessCollector(registry=self.registry)
@@ -172,7 +171,6 @@ class Metrics:
         return b"".join(parts)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Add a gauge whose value is computed when metrics are collected."""
         Gauge(name, text, registry=self.registry).set_function(value)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -100,7 +100,6 @@ class ModelMetrics:
         return series
 
     def find(self, model: str) -> ModelSeries | None:
-        """Return the series of a model; None: it has none, or was removed."""
         return self._series.get(model) or (self._other if model in self._folded else None)
 
     def remove(self, model: str) -> None:
@@ -108,7 +107,6 @@ class ModelMetrics:
         self._folded.discard(model)
 
     def families(self) -> Iterator[str]:
-        """Yield each family in Prometheus' text format."""
         yield self._histogram(
             "hearth_ttft_seconds",
             "Time from a request's arrival to its first token.",
@@ -159,7 +157,6 @@ class ModelMetrics:
             )
 
     def _shown(self) -> Iterator[tuple[str, ModelSeries]]:
-        """Yield the label of each model with its series."""
         for model, series in self._series.items():
             yield _label("model", model), series
         if self._folded or self._other.requests or self._other.loads:

@@ -57,7 +57,6 @@ class Observer:
         self._recent.add(timeline)
 
     def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
-        """Return what happened to a recent request; None: unknown, or not for the caller."""
         timeline = self._recent.find(request_id, caller)
         return None if timeline is None else explain(timeline, now_s)
 
@@ -205,7 +204,6 @@ class Observer:
             self._active[request_id].adapter_loaded(now_s, loaded)
 
     def _running_load(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog | None:
-        """Return the log of the running load; None: no load was ordered."""
         load = self._loads.get(worker, model)
         if load is None or load.ended_s is None:
             return load
@@ -278,7 +276,6 @@ class Observer:
 
 
 def _in_whose_step(lost: events.WorkerLost, timeline: Timeline) -> str:
-    """Say in whose step a worker was lost, for the timeline of one of its requests."""
     if lost.culprit is None:
         return ""
     if lost.culprit != timeline.model:

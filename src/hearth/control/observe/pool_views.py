@@ -64,7 +64,6 @@ def resident_views(
 
 
 def _adapter_parts(pong: Pong) -> list[PartView]:
-    """Return the parts of each model's adapters, those in use first."""
     sums: Counter[tuple[ModelId, str]] = Counter()
     for use in pong.adapters:
         sums[use.base, "active" if use.num_running or use.is_pinned else "retained"] += use.num_bytes
@@ -72,7 +71,6 @@ def _adapter_parts(pong: Pong) -> list[PartView]:
 
 
 def _adapters_of(model: ModelId, pong: Pong) -> tuple[ResidentAdapterView, ...]:
-    """Return the adapters of a model, those with most requests first."""
     views = [
         ResidentAdapterView(use.name, use.num_bytes, use.num_running, use.num_waiting, use.is_pinned)
         for use in pong.adapters
@@ -82,7 +80,6 @@ def _adapters_of(model: ModelId, pong: Pong) -> tuple[ResidentAdapterView, ...]:
 
 
 def _parts_of(use: ModelUse) -> Iterator[PartView]:
-    """Yield the parts of one model, without the bytes that it shares with other models."""
     yield PartView("weights", _weights_state(use), use.model, use.weights_bytes - use.shared_bytes)
     # The worker counts blocks and bytes at two moments, so there may be less memory than blocks would take.
     used_bytes = min(use.kv_bytes, use.kv_used_blocks * use.block_bytes)

@@ -40,7 +40,6 @@ class ServiceViews:
         kind: str,
         notes: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        """`kind`: of the devices. `notes` returns what the service has to do without, and why."""
         self._deployments, self._driver, self._observer = deployments, driver, observer
         self._pools, self._keeper, self._supervisor = pools, keeper, supervisor
         self._metrics, self._kind, self._notes = metrics, kind, notes
@@ -72,7 +71,6 @@ class ServiceViews:
         )
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
-        """Return what happened to a recent request; None: unknown, or not for the caller."""
         found = self._observer.explain(request_id, self._driver.now_s, caller)
         if found is None or caller.terms.models is None or caller.has_role("monitor"):
             return found

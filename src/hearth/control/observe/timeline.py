@@ -162,16 +162,13 @@ class Timeline:
 
     @property
     def worker(self) -> WorkerId | None:
-        """The worker that has the request; None: it waits for one."""
         return self.stays[-1].worker if self.stays and self.stays[-1].ended_s is None else None
 
     @property
     def is_started(self) -> bool:
-        """True if the worker that has the request has given it a slot."""
         return bool(self.stays) and self.stays[-1].started_s is not None
 
     def lost(self, now_s: float, worker: WorkerId, how: str = "died") -> None:
-        """Note that the request's worker, or its replica there, is gone; `how`: what it did."""
         self.stays[-1].ended_s = now_s
         self.turn_began(now_s)  # it waits for a worker now
         self.mark(now_s, "worker_lost", f"{worker} {how} after {self.num_output_tokens} tokens")

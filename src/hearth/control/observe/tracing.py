@@ -68,8 +68,7 @@ def tracing_of(environ: Mapping[str, str], metrics: Metrics) -> Tracing | Untrac
 def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str, metrics: Metrics) -> Tracing:
     """Set up the SDK; `endpoint` names the variable that holds the collector's URL.
 
-    Raises:
-        ConfigError: the packages are missing, or the environment asks for what they cannot do.
+    Raises ConfigError: the packages are missing, or the environment asks for what they cannot do.
     """
     if exporter != "otlp":
         raise ConfigError(f"OTEL_TRACES_EXPORTER must be `otlp` or `none`, given: `{exporter:.80}`")
@@ -112,7 +111,6 @@ class Tracing:
 
     @property
     def note(self) -> str | None:
-        """Why traces are dropped, for `hearth doctor`; None: they are sent."""
         return self._exporter.note
 
     def trace(self, record: ExchangeRecord) -> None:
@@ -125,7 +123,6 @@ class Tracing:
             self._exporter.drop(1, repr(error))
 
     async def close(self) -> None:
-        """Send the remaining spans, for at most `CLOSING_S`."""
         closing = threading.Thread(target=self._provider.shutdown, name="hearth-traces", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, CLOSING_S)

@@ -113,7 +113,6 @@ class ActiveRequests:
         return True
 
     def users_of(self, model: str, wheres: Collection[str]) -> set[RequestId]:
-        """Return the requests of a model, and those whose adapter lies at one of these places."""
         return {
             request.request_id
             for request in self.by_id.values()

@@ -25,7 +25,6 @@ class TraceParent:
 
     @classmethod
     def parse(cls, text: str) -> TraceParent | None:
-        """Return what a header says; None: it is invalid."""
         match = _TRACEPARENT.fullmatch(text)
         if match is None:
             return None

@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodedToken:
-    """A token of a request with the text that it adds."""
-
     request: ActiveRequest
     delta: TokenDelta
     is_run_over: bool  #: the worker ended the run; False: a stop string ended it here
@@ -56,8 +54,6 @@ class DecodedTexts:
 
 @dataclass(frozen=True, slots=True)
 class DecodedFact:
-    """A worker's message, with the texts of a step."""
-
     link: WorkerLink
     num_bytes: int
     fact: Fact | None  #: None: nothing follows, the connection has ended
@@ -96,7 +92,6 @@ class FactDecoder:
         self._thread.start()
 
     def decode(self, link: WorkerLink, body: bytes) -> None:
-        """Decode a frame and deliver it."""
         self._inbox.put((link, body))
 
     def left(self, link: WorkerLink) -> None:
@@ -128,7 +123,6 @@ class FactDecoder:
         return True
 
     def _decode_next(self) -> None:
-        """Decode and deliver one frame of the next link."""
         link = next(iter(self._frames))
         bodies = self._frames.pop(link)
         decoded = self._decoded(link, bodies.popleft())
@@ -175,7 +169,6 @@ class FactDecoder:
                 self._add_text(row, texts)
 
     def _make_late_text(self) -> None:
-        """Decode and deliver one queued token."""
         late = self._late.next()
         if late is not None and not late.row.request.is_complete:
             texts = DecodedTexts()

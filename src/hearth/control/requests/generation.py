@@ -34,8 +34,6 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt to continue once, or to embed."""
-
     model: str  #: a name or an alias
     prompt: str | list[int] | ChatPrompt
     sampling: SamplingParams
@@ -91,8 +89,7 @@ class AnswerStream:
     async def next(self, timeout_s: float | None = None) -> list[TokenDelta]:
         """Return all tokens that have arrived, waiting for the first; [] after `timeout_s`, or at the end.
 
-        Raises:
-            HearthError: the request ended without an answer; nothing follows.
+        Raises HearthError: the request ended without an answer; nothing follows.
         """
         if not self._deltas and self._error is None and self.finish_reason is None:
             await self._wait(timeout_s)
@@ -104,7 +101,6 @@ class AnswerStream:
         return []
 
     async def rest(self) -> list[TokenDelta]:
-        """Wait for the end and return all unread tokens. Raises as `next` does."""
         deltas = await self.next()
         while self.finish_reason is None:
             deltas += await self.next()
@@ -124,7 +120,6 @@ class AnswerStream:
 
     @property
     def error(self) -> HearthError | None:
-        """Why the request ended without an answer; None: it has not."""
         return self._error
 
     def close(self) -> None:
@@ -143,7 +138,6 @@ class AnswerStream:
         self._wake()
 
     def end(self, reason: FinishReason) -> None:
-        """End an answer without another token."""
         self.finish_reason, self.is_ended = reason, True
         self._wake()
 

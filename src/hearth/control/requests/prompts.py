@@ -59,7 +59,6 @@ class Prompts:
         max_tokens: int | None,
         follows: tuple[int, ...] = (),
     ) -> tuple[int, ...]:
-        """Return the tokens of a prompt behind `follows`. Raises as `encode` does."""
         tokenizer = await self.tokenizer_of(entry)
         add_special_tokens = False if follows else None  # `follows` begins with them
         tokens = follows + await self._encoder.encode(tokenizer, prompt, max_chars(entry), add_special_tokens)
@@ -67,5 +66,4 @@ class Prompts:
         return tokens
 
     async def check_guide(self, guide: GuideSpec) -> None:
-        """Check a guide before a model is loaded for it. Raises BadGuide."""
         await self._encoder.check_guide(guide)

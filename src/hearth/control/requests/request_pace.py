@@ -14,10 +14,8 @@ from hearth.core.types import Pace
 def pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> Pace:
     """Return the pace of a request: its model's, or the one it asks for.
 
-    A faster pace takes turns from other requests, so only an admin may ask for it.
-
-    Raises:
-        Forbidden: a caller who is no admin asks for a faster pace.
+    A faster pace takes turns from other requests, so only an admin may ask for it. Raises Forbidden: a caller
+    who is no admin asks for a faster pace.
     """
     usual = entry.pace
     if wanted.is_batch or caller.terms.service_class == "batch":

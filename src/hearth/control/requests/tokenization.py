@@ -38,7 +38,6 @@ class PromptEncoder:
     """Mutable; used on the event loop alone, works on its own threads."""
 
     def __init__(self, template_s: float) -> None:
-        """`template_s`: the longest time for a chat template to render."""
         self._template_s = template_s
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hearth-encode")
         #: Tokenizers by digest of their model, the least recently used first; also those being read.
@@ -78,8 +77,7 @@ class PromptEncoder:
     ) -> tuple[int, ...]:
         """Return the tokens of a prompt. Special tokens are added to a text, but not to a rendered template.
 
-        Raises:
-            PromptTooLong: it has more than `max_chars` characters, which would take long to tokenise.
+        Raises PromptTooLong: it has more than `max_chars` characters, which would take long to tokenise.
         """
         match prompt:
             case ChatPrompt():
@@ -96,7 +94,6 @@ class PromptEncoder:
         return await self._away(lambda: tokenizer.decode(tokens, skip_special_tokens=False))
 
     async def check_guide(self, guide: GuideSpec) -> None:
-        """Check a guide before a model is loaded for it. Raises BadGuide."""
         await self._away(lambda: check_guide(guide))
 
     def close(self) -> None:
@@ -117,7 +114,6 @@ class PromptEncoder:
         return tuple(tokenizer.encode(text, add_special_tokens))
 
     def _forget_failed(self, digest: str, loaded: asyncio.Future[Tokenizer]) -> None:
-        """Drop a tokenizer that could not be read, so that the next request tries again."""
         has_failed = loaded.cancelled() or loaded.exception() is not None
         if has_failed and self._tokenizers.get(digest) is loaded:
             del self._tokenizers[digest]
