@@ -22,13 +22,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from hearth.core.atomic_file import write_file
 from hearth.core.errors import DataDirError
 
 #: Of the layout and of the models in it. A directory of any other version is refused.
@@ -110,8 +110,8 @@ class DataDir:
 
     def announce(self, service: ServiceFile, admin_token: str) -> None:
         with _translated(self.path):
-            write_private(self._admin_token_path, admin_token)
-            write_private(self._service_path, json.dumps(asdict(service)))
+            write_file(self._admin_token_path, [admin_token.encode()])
+            write_file(self._service_path, [json.dumps(asdict(service)).encode()])
 
     def withdraw(self) -> None:
         for path in (self._service_path, self._admin_token_path):
@@ -132,7 +132,7 @@ class DataDir:
 
     def _check_version(self) -> None:
         if not self._version_path.exists():
-            write_private(self._version_path, f"{VERSION}\n")
+            write_file(self._version_path, [f"{VERSION}\n".encode()])
         text = self._version_path.read_text(encoding="utf-8", errors="replace").strip()
         if text != str(VERSION):
             raise DataDirError(
@@ -170,20 +170,6 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(lock)
     return False
-
-
-def write_private(path: Path, text: str) -> None:
-    """Replace a file atomically, readable by its owner only."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(file, "w", encoding="utf-8") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(file)
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _locks(lock: int) -> bool:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from hearth.control.datadir import write_private
 from hearth.control.observe.metrics import Metrics
 from hearth.control.requests.caller import Caller, KeyId
+from hearth.core.atomic_file import write_file
 from hearth.core.errors import ConfigError
 
 #: The time from a change to its being written.
@@ -123,9 +123,9 @@ class KeyUsage:
             self._record.keys = {key: use for key, use in self._record.keys.items() if key in known}
         except ConfigError:
             pass  # the guard has logged why: then all are kept
-        text = msgspec.json.encode(self._record).decode()
+        content = msgspec.json.encode(self._record)
         try:
-            await asyncio.to_thread(write_private, self._path, text)
+            await asyncio.to_thread(write_file, self._path, [content])
             self._fault = None
         except OSError as error:
             self._metrics.fallbacks.labels("key_usage_unwritten").inc()

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from hearth.control.datadir import write_private
 from hearth.control.requests.caller import Caller, GroupId, KeyId, KeyTerms, Role, ServiceClass
+from hearth.core.atomic_file import write_file
 from hearth.core.errors import ConfigError
 from hearth.policy.limits.key_limiter import KeyLimits
 
@@ -268,7 +268,7 @@ def _read(path: Path) -> list[_StoredKey]:
 
 
 def _write(path: Path, entries: Sequence[_StoredKey]) -> None:
-    write_private(path, msgspec.json.format(msgspec.json.encode(entries)).decode() + "\n")
+    write_file(path, [msgspec.json.format(msgspec.json.encode(entries)), b"\n"])
 
 
 @contextmanager
