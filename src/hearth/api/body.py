@@ -7,7 +7,7 @@ stops at its first fault: finding all faults of a large body could take seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import islice
@@ -24,6 +24,7 @@ from hearth.api.unread_fields import (
     UnsupportedField,
     refused,
 )
+from hearth.control.requests.generation import ChatPrompt, GenerationRequest
 from hearth.core.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
 from hearth.core.errors import BadGuide, BadSampling, ConfigError
 from hearth.core.types import MAX_LOGPROBS, MAX_PENALTY, MIN_PENALTY, GuideSpec, SamplingParams
@@ -296,6 +297,33 @@ class Body(GenerationBody):
         limits = (self.max_completion_tokens, self.max_tokens, self.default_max_tokens)
         return next((limit for limit in limits if limit is not None), None)
 
+    def requests(
+        self,
+        prompts: Sequence[str | list[int] | ChatPrompt],
+        sampling: SamplingParams,
+        guide: GuideSpec | None,
+    ) -> list[GenerationRequest]:
+        """Return a request per answer, those of a prompt together. Each has a seed of its own."""
+        keep_alive_s = self.keep_alive_s()
+        params = [sampling] * self.num_answers
+        if sampling.seed is not None:
+            seeds = (sampling.seed + index for index in range(self.num_answers))
+            params = [replace(sampling, seed=(seed + 2**63) % 2**64 - 2**63) for seed in seeds]
+        return [
+            GenerationRequest(
+                self.model,
+                prompt,
+                one,
+                guide,
+                keep_alive_s=keep_alive_s,
+                tokens_per_s=self.pace,
+                first_token_s=self.first_token_target,
+                is_batch=self.is_batch,
+            )
+            for prompt in prompts
+            for one in params
+        ]
+
     def value_of(self, name: str) -> object:
         return self.token_limit if name == "max_tokens" else super().value_of(name)
 
@@ -387,15 +415,6 @@ _SAMPLING = (
     "allowed_token_ids",
     "prompt_logprobs",
 )
-
-
-def seeds(sampling: SamplingParams, num_answers: int) -> list[SamplingParams]:
-    """Return the parameters of each answer, with consecutive seeds: one seed would repeat the answer."""
-    if sampling.seed is None:
-        return [sampling] * num_answers
-    seed = sampling.seed
-    wrapped = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(num_answers)]
-    return [replace(sampling, seed=one) for one in wrapped]
 
 
 def _guides(

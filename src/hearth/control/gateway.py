@@ -28,7 +28,7 @@ from hearth.control.observe.service_views import ServiceViews
 from hearth.control.observe.timeline import Timeline
 from hearth.control.observe.views import SnapshotView, UnloadView
 from hearth.control.requests.active_request import ActiveRequest
-from hearth.control.requests.caller import Caller, GroupId
+from hearth.control.requests.caller import Caller
 from hearth.control.requests.correlation import UNNAMED, Correlation
 from hearth.control.requests.generation import AnswerStream, GenerationRequest
 from hearth.control.requests.prompts import Prompts
@@ -154,13 +154,15 @@ class Gateway:
             adapter=None if adapter is None else adapter.name,
         )
         seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
+        group = caller.group.encode()
+        salt = hashlib.blake2b(group, key=self._salt_secret, digest_size=SALT_BYTES).digest()
         active = ActiveRequest(
             request_id=request_id,
             model=model,
             digest=entry.deployed.digest,
             prompt=prompt,
             sampling=wanted.sampling.resolved(wanted.sampling.stop_ids, seed),
-            salt=self._salt_of(caller.group),
+            salt=salt,
             guide=wanted.guide,
             stream=stream,
             transcript=Transcript(prepared.tokenizer, wanted.sampling, prompt),
@@ -296,9 +298,6 @@ class Gateway:
         self._driver.fail_all(
             error or ShuttingDown(f"the service was shut down and waited {self._drain_s:g} s; ask again")
         )
-
-    def _salt_of(self, group: GroupId) -> bytes:
-        return hashlib.blake2b(group.encode(), key=self._salt_secret, digest_size=SALT_BYTES).digest()
 
     def _refuse_when_closed(self) -> None:
         if self._driver.requests.is_draining:

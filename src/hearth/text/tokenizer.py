@@ -41,7 +41,6 @@ class Tokenizer:
     _backend: Backend = field(repr=False)
     _chat_template: ChatTemplate | None
     eos_ids: frozenset[int]  #: of all files of the model
-    bos_id: int | None
     special_ids: frozenset[int]  #: what `decode` skips
     #: None: the text of a token depends on its neighbours
     spelled: SpelledTokens | None = field(repr=False)
@@ -57,7 +56,6 @@ class Tokenizer:
             _backend=backend,
             _chat_template=settings.chat_template,
             eos_ids=frozenset([*_role_ids("eos_token", backend, settings), *settings.eos_ids]),
-            bos_id=next(iter([*_role_ids("bos_token", backend, settings), *settings.bos_ids]), None),
             special_ids=vocabulary.special_ids,
             spelled=vocabulary.spelled,
         )
@@ -151,26 +149,9 @@ class Tokenizer:
             **extra,
         )
 
-    def chat_prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Json] | None = None,
-        add_generation_prompt: bool = True,
-        *,
-        continue_final_message: bool = False,
-        limit_s: float = RENDER_S,
-        **extra: Json,
-    ) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of `chat_text`; special tokens are those that the template writes."""
-        text = self.chat_text(
-            messages,
-            tools,
-            add_generation_prompt,
-            continue_final_message=continue_final_message,
-            limit_s=limit_s,
-            **extra,
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.chat_text(messages), add_special_tokens=False)
 
 
 #: Older files of tokenizers.

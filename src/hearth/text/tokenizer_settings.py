@@ -34,7 +34,6 @@ class ListedToken:
 class Settings:
     special_tokens: Mapping[str, str]  #: by role: `bos_token`, `eos_token`, `pad_token`, ...
     listed_tokens: tuple[ListedToken, ...]  #: by ascending id
-    bos_ids: tuple[int, ...]  #: as the model's own files give them; often none
     eos_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
 
@@ -47,8 +46,7 @@ def read_settings(directory: Path) -> Settings:
     return Settings(
         special_tokens=special_tokens,
         listed_tokens=_listed_tokens(config, path),
-        bos_ids=tuple(i for file in model_files for i in _ids("bos_token_id", file)),
-        eos_ids=tuple(i for file in model_files for i in _ids("eos_token_id", file)),
+        eos_ids=tuple(i for file in model_files for i in _end_ids(file)),
         chat_template=_chat_template(directory, config, special_tokens),
     )
 
@@ -98,15 +96,15 @@ def _listed_token(token_id: str, entry: object, path: Path) -> ListedToken:
     )
 
 
-def _ids(key: str, path: Path) -> list[int]:
-    value = _read_object(path).get(key)
+def _end_ids(path: Path) -> list[int]:
+    value = _read_object(path).get("eos_token_id")
     if value is None:
         return []
     values = value if isinstance(value, list) else [value]
     ids = [i for i in values if isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MAX_TOKEN_ID]
     if len(ids) != len(values) or len(ids) > MAX_END_IDS:
         raise BadTokenizer(
-            f"`{key}` in {path} must be an id up to {MAX_TOKEN_ID}, or a list of at most {MAX_END_IDS} ids, "
+            f"`eos_token_id` in {path} must be an id up to {MAX_TOKEN_ID}, or a list of at most {MAX_END_IDS} ids, "
             f"found: {brief(value)}"
         )
     return ids

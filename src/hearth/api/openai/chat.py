@@ -10,11 +10,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, JsonValue, SkipValidation, model_validator
 
 from hearth.api import unread_fields
-from hearth.api.body import Body, Strict, Text, seeds
+from hearth.api.body import Body, Strict, Text
 from hearth.api.dialect import AnswerSpec, Dialect, ToolUse
 from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
 from hearth.api.unread_fields import UnsupportedField
-from hearth.control.requests.generation import ChatPrompt, GenerationRequest
+from hearth.control.requests.generation import ChatPrompt
 from hearth.core.errors import BadPrompt, BadSampling
 from hearth.core.types import GuideSpec
 from hearth.text.chat_template import Json, Message
@@ -167,22 +167,9 @@ class ChatBody(Body):
             is_continued=bool(self.continue_final_message),
             extra=self._template_variables(),
         )
-        keep_alive_s = self.keep_alive_s()
         return AnswerSpec(
             dialect=dialect,
-            requests=[
-                GenerationRequest(
-                    self.model,
-                    chat,
-                    params,
-                    guide,
-                    keep_alive_s=keep_alive_s,
-                    tokens_per_s=self.pace,
-                    first_token_s=self.first_token_target,
-                    is_batch=self.is_batch,
-                )
-                for params in seeds(sampling, self.num_answers)
-            ],
+            requests=self.requests([chat], sampling, guide),
             num_answers=self.num_answers,
             is_stream=bool(self.stream),
             tool_use=None if tools is None else tools.use(),

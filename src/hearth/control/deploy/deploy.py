@@ -111,7 +111,7 @@ async def deploying(
         assert process.stdin is not None, "asked for as a pipe"
         assert process.stdout is not None, "asked for as a pipe"
         try:
-            process.stdin.write(_task_line(order, data_dir))
+            process.stdin.write(msgspec.json.encode(Task(order, str(data_dir.path))) + b"\n")
             async for line in process.stdout:
                 event = _event_of(line)
                 if isinstance(event, DeployProgress):
@@ -281,10 +281,6 @@ _COMMAND = (sys.executable, "-P", "-m", "hearth.control.deploy.deployer")
 def _environment() -> dict[str, str]:
     """Return an environment without GPUs: a context would take memory from the workers."""
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-
-
-def _task_line(order: DeployOrder, data_dir: DataDir) -> bytes:
-    return msgspec.json.encode(Task(order, str(data_dir.path))) + b"\n"
 
 
 def _event_of(line: bytes) -> DeployEvent:
