@@ -69,10 +69,7 @@ class Completion:
 
 
 class LLM:
-    """A loaded model. Thread-safe.
-
-    While it generates, garbage collection in this process is mostly postponed: see `system/garbage.py`.
-    """
+    """A loaded model. Thread-safe. Garbage collection is mostly postponed while it generates."""
 
     def __init__(
         self,

@@ -71,10 +71,7 @@ class OpenedModel(Protocol):
 
 
 def open_model(path: str | Path, options: ModelOptions, store: StoreConfig | Tiers) -> OpenedModel:
-    """Find and check the model at a path or URL.
-
-    Tiers that are given stay open; those of a StoreConfig are closed once the model is loaded.
-    """
+    """Tiers that are given stay open; those of a StoreConfig are closed once the model is loaded."""
     device = _device(options.device)
     if device.type == "cpu":
         log_if_threads_spin()
@@ -85,19 +82,13 @@ def open_model(path: str | Path, options: ModelOptions, store: StoreConfig | Tie
 
 
 def read_adapters(opened: OpenedModel, paths: Mapping[str, str | Path]) -> dict[str, AdapterBytes]:
-    """Read adapters of a model, by the names that requests will have.
-
-    Raises ModelError: one is broken or cannot be served, or does not fit the model.
-    """
+    """Read adapters by the names that requests will have. Raises ModelError."""
     base = AdapterBase(opened.spec.arch, name_of(opened.spec.dtype))
     return {name: read_adapter(Path(path), base) for name, path in paths.items()}
 
 
 def add_adapters(engine: Engine, adapters: Iterable[AdapterBytes]) -> None:
-    """Put adapters beside a model, on the thread that owns its engine. They stay as long as it does.
-
-    Raises DeviceError: there is no memory left for one.
-    """
+    """Call on the thread that owns the engine. Adapters stay as long as it does. Raises DeviceError."""
     device = engine.runner.layers.kv.device
     for one in {one.adapter: one for one in adapters}.values():
         content = allocate(len(one.content), device, "an adapter", "name fewer of them, or lower `kv_bytes`")

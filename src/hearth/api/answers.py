@@ -47,11 +47,7 @@ class Answers:
         ignored_fields: tuple[str, ...] | None = None,
         follows: Sequence[int] = (),
     ) -> Answer:
-        """Return the response that continues a text. Raises HearthError.
-
-        `ignored_fields`: those of the client's own body, if `body` is a translation of it. `follows`: tokens
-        of an earlier conversation that come before the prompt.
-        """
+        """`ignored_fields`: those of the client's own body. `follows`: tokens of an earlier conversation."""
         _check_pin(body, request)
         return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields, follows)
 

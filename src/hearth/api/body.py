@@ -106,19 +106,16 @@ class Strict(BaseModel):
         return self
 
     def value_of(self, name: str) -> object:
-        """Return the effective value of a field; None: not set, or no such field."""
         return getattr(self, name, None)
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """The ignored fields, cut after one more than are reported."""
         return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
 
     def _ignored_fields(self) -> Iterator[str]:
         yield from self.ignored("")
 
     def ignored(self, prefix: str) -> Iterator[str]:
-        """Yield the names of ignored fields that are not null, with `prefix`."""
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in self.unsupported:
                 yield prefix + name
@@ -144,7 +141,6 @@ class OwnBody(Strict):
 
 
 def _refusal(field: str, reason: str) -> PydanticCustomError:
-    """Return pydantic's error for a field, without lone surrogates, which pydantic cannot hold."""
     whole = field.encode(errors="replace").decode()
     return PydanticCustomError(REFUSED_FIELD, "{reason}", {"field": whole, "reason": reason})
 
@@ -347,10 +343,7 @@ class Body(GenerationBody):
             yield from self.structured_outputs.ignored("structured_outputs.")
 
     def guide(self) -> GuideSpec | None:
-        """Return the required format of the output; None: any.
-
-        Raises BadSampling if several formats are given, or `response_format` contradicts itself.
-        """
+        """None: any format. Raises BadSampling if several are given, or they contradict each other."""
         guides = _guides(
             "guided_",
             schema=self.guided_json,

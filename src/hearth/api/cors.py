@@ -26,7 +26,6 @@ class AllowedOrigins:
     origins: frozenset[str] = frozenset()
 
     def names(self, origin: str) -> bool:
-        """True if an origin is listed itself; `*` does not count."""
         return origin != ANY and origin in self.origins
 
     def headers(self, origin: str | None) -> list[tuple[bytes, bytes]]:

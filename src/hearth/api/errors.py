@@ -168,7 +168,6 @@ def _place(location: Sequence[int | str], body: object, kind: str) -> list[int |
 
 
 def _path(location: Sequence[int | str], body: object, kind: str) -> list[int | str]:
-    """Return `location` without pydantic's names of union members, which are not fields."""
     path: list[int | str] = []
     for part in location:
         try:

@@ -1,7 +1,4 @@
-"""One HTTP request and its response: ids, and the headers of every response.
-
-This middleware wraps the guard, so that refused requests have ids and CORS headers, too.
-"""
+"""One HTTP request and its response: ids and headers. Wraps the guard, so that refusals have them, too."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ class Exchange:
 
     @property
     def own_id(self) -> str:
-        """The service's own id, not the client's."""
         return ",".join(self.request_ids[:MAX_TOLD_IDS]) or self.http_id
 
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -1,7 +1,4 @@
-"""Authentication, authorisation and size limits of requests, and the handler of unexpected exceptions.
-
-Plain ASGI, so that it costs streams nothing.
-"""
+"""Authentication, authorisation and size limits. Plain ASGI, so that it costs streams nothing."""
 
 from __future__ import annotations
 
@@ -243,10 +240,7 @@ def _is_own(host: str) -> bool:
 
 
 def _foreign_page(headers: Headers, origins: AllowedOrigins) -> Forbidden | None:
-    """Without keys, refuse pages of other sites: they could deploy and remove models (CSRF).
-
-    Allowed origins must be listed by name; `*` would make every web page an admin.
-    """
+    """Without keys, refuse pages of other sites (CSRF), except origins that are listed by name."""
     origin = headers.get("origin")
     if origin is None or origins.names(origin):
         return None

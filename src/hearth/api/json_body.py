@@ -57,7 +57,6 @@ def parse_json(text: bytes) -> object:
 
 
 def count_values(text: bytes) -> None:
-    """Raise TooManyValues for a JSON text with too many values, without parsing it."""
     num_values = num_containers = 0
     is_inside = False  # a string, at the start of a piece
     escape = b""  # a backslash at the end of the last piece
@@ -84,10 +83,7 @@ class JsonRequest(Request):
     _checked: object = None
 
     async def check(self, check: Callable[[object], object]) -> None:
-        """Parse and check the body, off the event loop if it is large.
-
-        Raises HTTPException for invalid JSON or too many values, and what `check` raises.
-        """
+        """Parse and check the body, off the event loop if it is large. Raises HTTPException."""
         try:
             body = await self.body()
         except ClientDisconnect as error:
@@ -164,7 +160,6 @@ def _reason(error: ValueError) -> str:
 
 
 def _refuse_other_types(content_type: str) -> None:
-    """Raise HTTPException for content types other than JSON, as forms send; none at all is accepted."""
     kind = content_type.partition(";")[0].strip()
     if not _JSON_TYPE.fullmatch(kind):
         raise HTTPException(

@@ -220,10 +220,7 @@ def refused(
     unsupported: Mapping[str, UnsupportedField],
     value_of: Callable[[str], object],
 ) -> str | None:
-    """Return the name of an unsupported field that would change the answer, or None.
-
-    `value_of` returns the effective value of a supported field.
-    """
+    """`value_of` returns the effective value of a supported field."""
     for name in sorted(unsupported.keys() & fields.keys()):
         value, field = fields[name], unsupported[name]
         if value is None or value in field.neutral:
@@ -242,5 +239,4 @@ def ignored_fields_header(names: Sequence[str]) -> dict[str, str]:
 
 
 def metric_labels(names: Sequence[str]) -> list[str]:
-    """Return the label of each ignored field, from a closed set."""
     return [name if name in FREQUENT else OTHER for name in names[:MAX_IGNORED]]

@@ -96,8 +96,6 @@ class LocalAdapter:
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """Options for a model in this process; a service has its own configuration."""
-
     device: str = "auto"
     dtype: str = "auto"
     config: Path | None = None

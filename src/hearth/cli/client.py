@@ -231,10 +231,7 @@ class Client:
         is_stream: bool = False,
         has_key: bool = True,
     ) -> Iterator[httpx.Response]:
-        """Yield a response that succeeded or has a status in `may_be`.
-
-        Raises Unreached if the connection fails, also while the response is read.
-        """
+        """Yield a response that succeeded or has a status in `may_be`. Raises Unreached."""
         import httpx
 
         timeout = httpx.Timeout(None, connect=CONNECT_S) if is_stream else self._http.timeout

@@ -94,7 +94,6 @@ ApiKey = Annotated[
 
 
 def is_flag_given(context: typer.Context, parameter: str) -> bool:
-    """True if a parameter was given on the command line, not in the environment."""
     source = context.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -132,7 +131,6 @@ def refuse_url(url: str | None, place: str) -> None:
 
 @contextmanager
 def named(text: str) -> Iterator[None]:
-    """Add a hint to UnknownModel if `text` is also a path."""
     try:
         yield
     except UnknownModel as error:
@@ -201,7 +199,6 @@ def log_to_terminal(config: HearthConfig) -> None:
 
 
 def log_beside_answer(config: HearthConfig) -> None:
-    """Log warnings only, unless `log.level` is debug: the terminal shows an answer."""
     level = "warning" if config.log.level == "info" else config.log.level
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
 
@@ -225,7 +222,6 @@ def print_table(title: str, facts: dict[str, object]) -> None:
 
 
 def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns for `grep` and `awk`: nothing is wrapped or cut."""
     widths = [max(map(len, column)) for column in zip_longest(header, *rows, fillvalue="")]
     for number, row in enumerate((header, *rows)):
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -78,7 +78,6 @@ class _Visitor:
         self._thread.start()
 
     def leave(self) -> None:
-        """Wait for the thread after the service has stopped, and raise its error."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:

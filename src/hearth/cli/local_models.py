@@ -26,7 +26,6 @@ def names(data_dir: Path) -> list[str]:
 
 
 def views(data_dir: Path) -> list[ModelView]:
-    """Return the models of a data directory. Does not create a missing directory."""
     if not DataDir(data_dir).has_registry:
         return []
     with Registry(DataDir.open(data_dir)) as registry:

@@ -78,7 +78,6 @@ def keys_of(models: Sequence[ResidentView]) -> LegendKeys:
 
 
 def pool_lines(worker: WorkerView, keys: LegendKeys, signs: Mapping[str, str], width: int) -> Iterator[Text]:
-    """Yield an empty line and the lines of a worker; nothing if it has not reported its memory yet."""
     pool = worker.pool
     if pool is None:
         return

@@ -33,8 +33,6 @@ class Advance(Protocol):
 
 
 class _OnceKnown(ProgressColumn):
-    """A column that is empty until its value is known; rich would show a question mark."""
-
     def __init__(self, column: ProgressColumn, is_known: Callable[[Task], bool]) -> None:
         super().__init__()
         self._column, self._is_known = column, is_known

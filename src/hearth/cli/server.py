@@ -106,10 +106,7 @@ async def _serve(
 
 @asynccontextmanager
 async def _signals_to_end() -> AsyncIterator[asyncio.Queue[int]]:
-    """Yield a queue of SIGTERM and SIGINT; both are ignored afterwards.
-
-    Handlers of the event loop would be dropped when it closes, and a late signal would kill the process.
-    """
+    """Yield a queue of SIGTERM and SIGINT. Both are ignored afterwards: a late one would kill the process."""
     loop, heard = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in END_SIGNALS:
         signal.signal(number, lambda number, _: loop.call_soon_threadsafe(heard.put_nowait, number))
@@ -159,7 +156,6 @@ def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """Log to a file as well, unless standard error is that file."""
     if is_open_as(path, STDERR):
         yield
         return

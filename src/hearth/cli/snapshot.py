@@ -271,7 +271,6 @@ def _graphs(found: _Found) -> str:
 
 
 def _digest_of(data_dir: Path, name: str) -> str:
-    """Return the digest of a model; for an adapter, that of its base."""
     view = local_models.find(data_dir, name)
     return view.digest if view.base is None else local_models.find(data_dir, view.base).digest
 

@@ -72,10 +72,7 @@ class DataDir:
 
     @staticmethod
     def open(path: str | Path) -> DataDir:
-        """Open the directory; a missing one is created, for its owner alone.
-
-        Raises DataDirError: the directory has another format version, or cannot be used.
-        """
+        """Open the directory; a missing one is created, for its owner alone. Raises DataDirError."""
         data_dir = DataDir(Path(path).expanduser().absolute())
         with _translated(data_dir.path):
             data_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,10 +84,7 @@ class DataDir:
     @staticmethod
     @contextmanager
     def hold(path: str | Path) -> Iterator[DataDir]:
-        """Hold the directory for one service alone, until the context or the process ends.
-
-        Raises DataDirError: another service runs on it, or see `open`.
-        """
+        """Hold the directory for one service, until the context or the process ends. Raises DataDirError."""
         data_dir = DataDir.open(path)
         with _translated(data_dir.path):
             # Processes that the service starts do not inherit it, or they could outlive it with the lock.
@@ -149,10 +143,7 @@ def running_service(path: str | Path) -> ServiceFile | None:
 
 
 def is_held(path: str | Path) -> bool:
-    """True if a service holds the directory, also one that starts or ends and cannot be reached.
-
-    Raises DataDirError: the directory cannot be read, such as another user's.
-    """
+    """True if a service holds the directory, also one that cannot be reached. Raises DataDirError."""
     data_dir = DataDir(Path(path).expanduser().absolute())
     with _translated(data_dir.path):
         return is_locked(data_dir._lock_path)

@@ -59,8 +59,6 @@ class HostingStay:
 
 @dataclass(frozen=True, slots=True)
 class _FinishedRequest:
-    """A request whose client has its last token, before the brain is told."""
-
     at_s: float
     request: ActiveRequest
     reason: FinishReason

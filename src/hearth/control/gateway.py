@@ -124,10 +124,7 @@ class Gateway:
         )
 
     def start(self, prepared: PreparedRequest, correlation: Correlation = UNNAMED) -> AnswerStream:
-        """Start a request; its answer arrives in the stream.
-
-        Raises HearthError: it cannot be taken. Nothing was started then.
-        """
+        """Start a request; its answer arrives in the stream. Raises HearthError; nothing was started then."""
         wanted, prompt, caller = prepared.wanted, prepared.prompt, prepared.admission.caller
         self._refuse_when_closed()  # again: others may have been prepared since
         entry = self._current(prepared.entry, prompt, wanted, caller)
@@ -194,7 +191,6 @@ class Gateway:
         self._metrics.connections_closed.inc()
 
     def exchange_ended(self, record: ExchangeRecord) -> None:
-        """Log an HTTP exchange after its last byte was sent, and book how its requests ended."""
         self._driver.book_finished()
         for sink in self._exchange_sinks:
             sink(record)
@@ -212,10 +208,7 @@ class Gateway:
         *,
         is_adapter: bool = False,
     ) -> AsyncGenerator[dict[str, object], None]:
-        """Yield progress; the last event holds the model. Closing the generator cancels the deployment.
-
-        `base`: of an adapter whose config names none. `is_adapter`: refuse a model.
-        """
+        """Yield progress, and last the model. Closing the generator cancels. `is_adapter`: refuse a model."""
         order = DeployOrder(
             source=source,
             name=name,
@@ -233,11 +226,7 @@ class Gateway:
                     yield {"event": "done", "model": event}
 
     async def make_snapshot(self, name: str, caller: Caller) -> AsyncGenerator[dict[str, object], None]:
-        """Make a snapshot of a model now; yield progress, and last what was made. Leaving stops nothing.
-
-        The model first generates one token, so that it is loaded. Raises HearthError: it cannot be loaded, or
-        the snapshot cannot be made.
-        """
+        """Load the model by a request; yield progress, and last the result. Raises HearthError."""
         model = ModelId(self.deployments.find_for(name, caller).deployed.name)
         self._snapshots.check_kept()
         yield _snapshot_progress(SnapshotPhase.LOADING)
@@ -308,10 +297,7 @@ class Gateway:
     def _current(
         self, entry: CatalogEntry, prompt: tuple[int, ...], wanted: GenerationRequest, caller: Caller
     ) -> CatalogEntry:
-        """Return what has the name of an entry now. An adapter may change: the tokens are the base's.
-
-        Raises HearthError: the model was replaced or removed, or its context has become too short.
-        """
+        """Return what has the name of an entry now. Raises HearthError if the model has changed."""
         name = entry.name
         current = self.deployments.find(name, caller.terms.models)
         if current.deployed.digest != entry.deployed.digest:

@@ -49,10 +49,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Journal:
-    """The file of events, and the one before; together they take `max_bytes`. Mutable; written by the driver.
-
-    Recording stops, logged once, while the disk is full, or if `max_bytes` is too small for a snapshot.
-    """
+    """Two files of `max_bytes` together. Recording stops, logged once, while the disk is full."""
 
     def __init__(self, path: Path, config: BrainConfig, max_bytes: int) -> None:
         self.path = path
@@ -85,7 +82,6 @@ class Journal:
 
     @property
     def note(self) -> str | None:
-        """Why nothing is recorded; None: it is."""
         return f"the journal `{self.path}` has stopped: {self._why_stopped}" if self.is_stopped else None
 
     def rotate(self, fleet: Fleet) -> None:
@@ -179,11 +175,7 @@ class Replay:
 
 
 def replay(path: Path) -> Replay:
-    """Run the events of a file through a new fleet, or that of its snapshot, until the first difference.
-
-    There is none if the policy is the one that was live. Raises DataDirError: it is no journal, one of
-    another version, or a line is damaged.
-    """
+    """Run the events of a file until the first difference in actions. Raises DataDirError."""
     lines = _lines(path)
     fleet = _first_fleet(path, next(lines, b""))
     num_events = 0
@@ -259,7 +251,6 @@ def _damaged(path: Path, number: int, error: Exception) -> DataDirError:
 
 
 def _is_infinite(event: Event) -> bool:
-    """True if an event holds an infinite number, which msgspec would write as null. No action does."""
     match event:
         case RequestArrived():
             return event.keep_alive_s == math.inf

@@ -209,7 +209,6 @@ async def running(
 
 
 def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
-    """Make the directory of snapshots and its key, if any are to be kept; return why they cannot be."""
     if config.store.snapshot_bytes:
         try:
             SnapshotDirectory.open(data_dir.snapshots_path, config.store.snapshot_bytes)
@@ -229,10 +228,7 @@ def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
 
 
 def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
-    """Return the API keys; there may be none if only this machine reaches the port.
-
-    Raises ConfigError: keys are needed, and there is none.
-    """
+    """There may be none if only this machine reaches the port. Raises ConfigError if keys are needed."""
     path = data_dir.keys_path if service.api_keys_file is None else Path(service.api_keys_file).expanduser()
     keys = ApiKeys.load(path)
     if not keys.are_required and not is_loopback(service.host):

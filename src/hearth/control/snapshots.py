@@ -88,7 +88,6 @@ class Snapshots:
             self._order(worker, model, hosting)
 
     def adapters_deployed(self) -> None:
-        """Remake snapshots without adapter graphs, for models that have adapters now."""
         for worker, model in self._lacking:
             self._want_adapters(worker, model)
 
@@ -159,7 +158,6 @@ class Snapshots:
             self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
 
     def _made_late(self, worker: WorkerId, fact: SnapshotMade) -> None:
-        """Count a snapshot that was written while its model left; delete it if the model was removed."""
         self._tell_made(worker, fact)
         collected = asyncio.get_running_loop().run_in_executor(None, self._collect)
         collected.add_done_callback(_log_files_left)
@@ -192,10 +190,7 @@ class Snapshots:
     async def make(
         self, worker: WorkerId, model: ModelId, hosting: int
     ) -> AsyncGenerator[SnapshotProgress | SnapshotMade, None]:
-        """Order a snapshot of a model's stay, or follow the one being made; yield progress and result.
-
-        Raises SnapshotError: it could not be made.
-        """
+        """Order a snapshot, or follow the one being made; yield progress and result. Raises SnapshotError."""
         follower: _Follower = asyncio.Queue()
         key = (worker, model)
         if key not in self._makings:

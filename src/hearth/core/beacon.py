@@ -50,10 +50,7 @@ class Beacon:
         self._counts[0] += 1
 
     def show(self, model: ModelId | None, longest_s: float, runs: Sequence[str] | None = None) -> None:
-        """Show whose step runs, and the longest time between two of its marks so far; 0: not measured.
-
-        `runs`: the numbers of the runs with a row in it; None: not known.
-        """
+        """`longest_s` 0: not measured. `runs`: those with a row in the step; None: not known."""
         self._counts[3] = _UNKNOWN  # in case the worker dies before the end
         name = b"" if model is None else model.encode()
         self._seconds[1] = longest_s

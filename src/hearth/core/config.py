@@ -229,7 +229,6 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
 
 
 def setting_keys() -> list[str]:
-    """Return the keys of all settings, like "service.port", except those of single models."""
     kinds = _hints_of(HearthConfig)
     return [f"{name}.{key}" for name in kinds if name != "models" for key in _hints_of(kinds[name])]
 
@@ -245,10 +244,7 @@ def keys_in(path: Path) -> list[str]:
 
 
 def from_text(key: str, text: str) -> object:
-    """Convert the text of a shell to a value for `load`. Commas separate the items of a list.
-
-    Text that should be a number and is not is returned as it is, for `load` to refuse.
-    """
+    """Convert text to a value for `load`, which refuses what is wrong. Commas separate items of a list."""
     section, _, name = key.partition(".")
     hint = _hints_of(_hints_of(HearthConfig)[section])[name]
     types = get_args(hint) or (hint,)
@@ -423,7 +419,6 @@ def _table(name: str, value: object) -> dict[str, object]:
 
 
 def _check_section(section: object, name: str) -> None:
-    """Replace every field of a section that is being constructed by its checked value."""
     for key, hint in _hints_of(type(section), include_extras=True).items():
         object.__setattr__(section, key, _checked(f"{name}.{key}", hint, getattr(section, key)))
 

@@ -79,8 +79,6 @@ class TurnEnd(StrEnum):
 
 
 class SnapshotOutcome(StrEnum):
-    """The result of using or making a snapshot, as metrics count it."""
-
     MADE = "made"
     FAILED = "failed"  #: none could be made
     USED = "used"
@@ -267,10 +265,7 @@ class RankedLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """The logprobs of all tokens of a prompt but the first.
-
-    Columns of little-endian 4-byte numbers: there may be millions.
-    """
+    """The logprobs of all tokens of a prompt but the first, in columns of little-endian 4-byte numbers."""
 
     num_top: int
     logprobs: bytes  #: float32 [tokens], of the prompt's own tokens

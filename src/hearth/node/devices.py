@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as CUDA numbers it, after CUDA_VISIBLE_DEVICES."""
-
     index: int
     name: str
     total_bytes: int
@@ -49,12 +47,7 @@ class Devices:
 
 
 def resolve(service: ServiceConfig) -> Devices:
-    """Return the devices that the configuration means.
-
-    Raises:
-        ConfigError: they can never have the memory that was asked for.
-        DeviceError: CUDA was asked for and there is none.
-    """
+    """Raises ConfigError if the devices never have the memory asked for, and DeviceError."""
     found = [] if service.device == "cpu" else gpus()
     obstacle = "torch was built without CUDA" if found and not _torch_has_cuda() else None
     if found and obstacle is None:

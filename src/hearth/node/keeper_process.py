@@ -46,10 +46,7 @@ class KeeperProcess:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start the keeper and wait until it is ready.
-
-        Raises HearthError: the keeper cannot start, for the reason that it gives.
-        """
+        """Start the keeper and wait until it is ready. Raises HearthError."""
         start_s = self._vigilance.start_s
         self._process = process = await processes.spawn("hearth.store.keeper", self._setup, self._errors)
         assert process.stdout is not None, "asked for a pipe"

@@ -75,7 +75,6 @@ class ProcessLog:
         os.close(self._file)
 
     def _tell(self, stderr: int, text: bytes) -> int:
-        """Write to standard error until it stalls; return the number of lines left out."""
         for begin in range(0, len(text), select.PIPE_BUF):
             if not _takes(stderr, MAX_WAIT_S):
                 return text.count(b"\n", begin)
@@ -90,7 +89,6 @@ def logs_to_stderr() -> bool:
 
 
 def is_open_as(path: Path, fd: int) -> bool:
-    """True if a descriptor is open on the file at a path, as after `2>>FILE`."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except OSError:

@@ -45,23 +45,17 @@ Launch = Callable[[WorkerSetup, int], Awaitable[WorkerProcess]]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No process: the seat waits for the keeper, or backs off."""
-
     next_try_s: float = 0.0  #: on the clock of `time.monotonic`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Starting:
-    """A process that has not said hello."""
-
     process: WorkerProcess
     beacon: Beacon
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Running:
-    """A process that takes orders over its link."""
-
     process: WorkerProcess
     beacon: Beacon
     link: WorkerLink
@@ -343,7 +337,6 @@ class WorkerSeat:
 
 
 async def _is_gone(process: WorkerProcess, left: asyncio.Event) -> bool:
-    """Wait until a process has ended, or its connection has; True: the process has ended."""
     gone, leaves = asyncio.create_task(process.wait()), asyncio.create_task(left.wait())
     try:
         await asyncio.wait((gone, leaves), return_when=asyncio.FIRST_COMPLETED)

@@ -81,7 +81,6 @@ class WorkerTemplate:
 
     @property
     def note(self) -> str | None:
-        """Why workers take seconds to start; None: they do not."""
         if self._trouble is None:
             return None
         return f"workers take seconds to start, because there is no template process: {self._trouble}"
@@ -163,12 +162,7 @@ class WorkerTemplate:
             return self._killed_for or ending_of(code, b"", None).reason
 
     async def _fork(self, template: socket.socket, beacon: int) -> ForkedWorker:
-        """Fork a worker, which waits for its setup.
-
-        Raises:
-            UnfitTemplate: the template says that it must not fork.
-            OSError: it does not answer, or the worker is not there.
-        """
+        """Fork a worker, which waits for its setup. Raises UnfitTemplate, OSError."""
         their_stdin, stdin = _pipe()
         stdout, their_stdout = _pipe()
         try:
@@ -215,10 +209,7 @@ def _pipe() -> tuple[IO[bytes], IO[bytes]]:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Make this process the parent of descendants whose parents end meanwhile.
-
-    Only meanwhile: else it would have to reap all that its children leave behind.
-    """
+    """Adopt descendants whose parents end meanwhile; not longer, or all would have to be reaped."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield

@@ -52,10 +52,7 @@ def grammar_of(spec: GuideSpec) -> str:
 
 
 def allowed_escapes(schema: str) -> str:
-    """Return the characters that may follow a backslash in JSON under a schema, as llguidance takes them.
-
-    With `u`, llguidance takes the key `"\\u0061"` for a property other than `a`, which may have any value.
-    """
+    """Without `u`: llguidance takes the key `"\\u0061"` for a property other than `a`, of any value."""
     return 'nrbtf\\"u' if _CONTROL.search(schema) else 'nrbtf\\"'
 
 

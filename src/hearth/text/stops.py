@@ -15,8 +15,6 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """The text that is safe after one more piece of it, and the stop string that ended it."""
-
     text: str  #: safe to send
     stop: str | None = None  #: the stop string that is complete; nothing comes after `text` then
 
@@ -62,7 +60,6 @@ class StopStrings:
         return self._hold_back(text)
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of the output; empty after a stop."""
         held, self._held = self._held, ""
         return held
 
@@ -78,10 +75,7 @@ ROOT = 0
 
 
 class _Automaton:
-    """The automaton of some stop strings. Immutable once it is built; requests share it.
-
-    A node stands for the text on the way to it from the root: the beginning of a stop string, or all of one.
-    """
+    """A trie of stop strings; a node stands for the text on the way to it. Immutable once built; shared."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._children: list[dict[str, int]] = [{}]  #: by character, of each node

@@ -36,10 +36,7 @@ class TemplateTools:
         return cls(_TOOLS.search(source) is not None, has_calls, has_results)
 
     def in_words(self, messages: Sequence[Message], tools: Sequence[Json] | None) -> Sequence[Message]:
-        """Return the messages with all unsupported parts as text.
-
-        Raises LookupError, TypeError, ValueError or RecursionError for malformed tools or calls.
-        """
+        """Raises LookupError, TypeError, ValueError or RecursionError for malformed tools or calls."""
         if not (self.has_calls and self.has_results):
             messages = self._without_calls(messages)
         if tools and not self.has_tools:

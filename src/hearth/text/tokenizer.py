@@ -61,10 +61,7 @@ class Tokenizer:
         )
 
     def try_out(self) -> None:
-        """Raise `BadTokenizer` if the tokenizer panics, its ids are too large or a template does not compile.
-
-        Takes a second for a large vocabulary, so only a deployment checks this.
-        """
+        """Raise BadTokenizer for broken ids or templates. Takes a second, so only deployments check."""
         with _sound("tokenizer.json is of no use"):
             with suppress(Exception):  # an unknown word fails the requests that contain it
                 self._backend.decode(self._backend.encode("Hello").ids)
@@ -131,10 +128,7 @@ class Tokenizer:
         limit_s: float = RENDER_S,
         **extra: Json,
     ) -> str:
-        """Render a prompt; `extra` are further variables of the template, such as `documents`.
-
-        Tools, calls and results that the template does not support become text.
-        """
+        """`extra`: further variables. Tools and calls that the template does not support become text."""
         if self._chat_template is None:
             raise BadPrompt(
                 "this model has no chat template; send a plain prompt, or add a `chat_template.jinja` to the "
@@ -228,7 +222,6 @@ def _add_listed_tokens(backend: Backend, settings: Settings, directory: Path) ->
 
 
 def _is_known(listed: ListedToken, known: AddedToken | None) -> bool:
-    """True if tokenizer.json has the token as listed; tokens that are special there stay special."""
     return known is not None and known.content == listed.content and known.special >= listed.special
 
 

@@ -1,7 +1,4 @@
-"""Reads the JSON files beside tokenizer.json: special tokens, ids that end an output, chat templates.
-
-Does not read the vocabulary: `tokenizer.py` brings the two together.
-"""
+"""Reads the JSON files beside tokenizer.json: special tokens, ids that end an output, chat templates."""
 
 from __future__ import annotations
 
@@ -104,8 +101,8 @@ def _end_ids(path: Path) -> list[int]:
     ids = [i for i in values if isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MAX_TOKEN_ID]
     if len(ids) != len(values) or len(ids) > MAX_END_IDS:
         raise BadTokenizer(
-            f"`eos_token_id` in {path} must be an id up to {MAX_TOKEN_ID}, or a list of at most {MAX_END_IDS} ids, "
-            f"found: {brief(value)}"
+            f"`eos_token_id` in {path} must be an id up to {MAX_TOKEN_ID}, or a list of at most "
+            f"{MAX_END_IDS} ids, found: {brief(value)}"
         )
     return ids
 
@@ -113,7 +110,6 @@ def _end_ids(path: Path) -> list[int]:
 def _chat_template(
     directory: Path, config: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the templates: of `chat_template.jinja`, or else of tokenizer_config.json, one or several."""
     path = directory / "chat_template.jinja"
     try:
         source = read_text(path, MAX_TEMPLATE_BYTES, BadTokenizer)

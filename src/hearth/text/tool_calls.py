@@ -86,10 +86,7 @@ def tool_format(template_text: str | None) -> ToolFormat | None:
 def call_grammar(
     format: ToolFormat, tools: Sequence[Tool], *, may_repeat: bool, tags_are_tokens: bool
 ) -> str:
-    """Return a grammar, in llguidance's dialect of Lark, of calls of these tools. Raises BadGuide.
-
-    `tags_are_tokens`: `<tool_call>` is one token, which the grammar must name as a token.
-    """
+    """Return llguidance's Lark of calls. `tags_are_tokens`: `<tool_call>` is one token. Raises BadGuide."""
     key = "parameters" if format is ToolFormat.LLAMA3 else "arguments"
     try:
         calls = " | ".join(_call_rule(tool, key) for tool in tools)
@@ -307,7 +304,6 @@ class _CallEnd:
     """Finds the end of a call after its first brace or tag: the closing tag, or the last brace. Mutable."""
 
     def __init__(self, marks: re.Pattern[str], close: str = "") -> None:
-        """`marks`: to find outside strings; `close`: the closing tag."""
         self._marks, self._close = marks, close
         self._is_in_string = False
         self._num_open = 1  #: braces that have not been closed

@@ -50,10 +50,7 @@ class Transcript:
         return TextDelta(safe + rest, finish_reason, offset)
 
     def push_all(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> str:
-        """Add several tokens and return their text; `finish_reason` is that of the last.
-
-        Only for answers without stop strings, which are found token by token.
-        """
+        """Add tokens of an answer without stop strings; `finish_reason` is that of the last."""
         assert not self.has_stop_strings, "stop strings are looked for token by token"
         assert not self._num_tokens, f"{self._num_tokens=} were taken one by one"
         is_hidden = finish_reason is FinishReason.STOP and not self._keeps_stop_token

@@ -28,7 +28,6 @@ def message_object(stream: AnswerStream, usage: TokenUsage) -> dict[str, object]
 
 
 def tool_use_block(call: ToolCall, *, is_whole: bool) -> dict[str, object]:
-    """Return the block of a call; in a stream, its input follows in events."""
     return {
         "type": "tool_use",
         "id": f"toolu_{secrets.token_hex(12)}",

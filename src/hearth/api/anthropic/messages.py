@@ -114,10 +114,7 @@ class ConversationMessage(Strict):
     content: Text | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_BLOCKS)]
 
     def messages(self, index: int, name_by_id: dict[str, str]) -> Iterator[MessageBody]:
-        """Yield the messages of chat for this one: there, a tool result is a message of its own.
-
-        `name_by_id`: the tools used so far, by the ids of their blocks; this message adds its own.
-        """
+        """Yield tool results as messages of their own. Adds tools used here to `name_by_id`."""
         if isinstance(self.content, str):
             yield MessageBody(role=self.role, content=self.content)
             return
@@ -257,7 +254,6 @@ class ConversationBody(Strict):
 
     @property
     def _is_begun(self) -> bool:
-        """True if the last message is the beginning of the answer."""
         return self.messages[-1].role == "assistant"
 
     def _messages(self) -> list[MessageBody]:

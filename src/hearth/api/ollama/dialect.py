@@ -142,7 +142,6 @@ class LoadDialect:
 
 
 def nothing_done(format: OllamaFormat, model: str, reason: str) -> msgspec.Raw:
-    """Return the answer to a request that only loads or unloads a model."""
     head = encode({"model": model, "created_at": now_text()})[:-1]
     ending = b',"done":true,"done_reason":%b}' % encode(reason)
     return msgspec.Raw(b'%b%b""%b%b' % (head, format.before_text, format.after_text, ending))

@@ -78,7 +78,6 @@ class MessageBody(Strict):
         return self
 
     def message(self, index: int) -> Message:
-        """Return the message for templates: one text, and arguments of calls as objects."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -284,7 +283,6 @@ class _Tools:
 
 
 def _as_given(part: Strict) -> dict[str, Json]:
-    """Return the given fields without copying their values."""
     return {name: value for name, value in part if name in part.model_fields_set}
 
 

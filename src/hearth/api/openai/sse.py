@@ -94,7 +94,6 @@ class _ChoiceEvents:
         return b"".join(parts)
 
     def write(self, deltas: Sequence[TokenDelta]) -> bytes:
-        """Return the events for these tokens; nothing for tokens that add no text yet."""
         if self._has_tools or self._has_logprobs:
             return self._write_more(deltas)
         if len(deltas) > MAX_EVENTS:

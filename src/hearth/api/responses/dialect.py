@@ -55,7 +55,6 @@ class ResponseDialect:
         }
 
     def ended(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]:
-        """Return the final response, and store it if requested."""
         response = self.response(stream, state)
         if self.keep is not None:
             spelt = msgspec.json.encode(response)

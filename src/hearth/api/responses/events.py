@@ -46,8 +46,6 @@ class ResponseSpelling(Protocol):
 
 @dataclass(slots=True)
 class _OpenMessage:
-    """An incomplete message. Mutable; written by `ResponseEvents`."""
-
     before_text: bytes  #: the beginning of a text event
     texts: list[str] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
@@ -102,10 +100,7 @@ class ResponseEvents:
         return self._spelling.ended(self._stream, ResponseState(self._status, self._output, usage))
 
     def failed(self, error: HearthError) -> bytes:
-        """Return the end of a failed response, and the event at which clients raise an exception.
-
-        The error's fields are in the event, as OpenAI documents, and in an object inside, as OpenAI sends.
-        """
+        """Return the last events. The error's fields are in the event and in an object inside it."""
         fault = fault_of(error)
         kind = "server_error" if fault.status >= 500 else "invalid_prompt"
         kind = "rate_limit_exceeded" if fault.status == 429 else kind
@@ -124,7 +119,6 @@ class ResponseEvents:
         return "incomplete" if self._finish_reason is FinishReason.LENGTH else "completed"
 
     def _write_more(self, deltas: Sequence[TokenDelta]) -> bytes:
-        """Like `write`, for answers with calls or logprobs."""
         one_by_one = self._has_logprobs or len(deltas) <= MAX_EVENTS
         events: list[bytes] = []
         for group in [[delta] for delta in deltas] if one_by_one else [deltas]:
@@ -195,7 +189,6 @@ class ResponseEvents:
         return events
 
     def _end_output(self) -> bytes:
-        """End the last item; an empty answer is a message without text."""
         events: list[bytes] = []
         if self._message is None and not self._output:
             self._begin_message(events)

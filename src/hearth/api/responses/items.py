@@ -192,10 +192,7 @@ def _add_call(message: dict[str, object], item: FunctionCallItem) -> None:
 
 
 def check_arguments(items: Sequence[Item], earlier: Sequence[Item]) -> None:
-    """Raise BadPrompt if arguments are not JSON objects, or have too many values in total.
-
-    `earlier` items were checked before, but count.
-    """
+    """Raise BadPrompt for arguments that are no JSON objects, or too large with those of `earlier`."""
     called = (item for item in (*earlier, *items) if isinstance(item, FunctionCallItem))
     written = b",".join(call.arguments.encode() for call in called)
     if len(written) > SMALL_BYTES:

@@ -162,7 +162,6 @@ class Catalog:
         return [entry for name, entry in self._entries.items() if name in names]
 
     def adapters(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
-        """Return the adapters that fit their base: all, or those that the allowed names and aliases mean."""
         names = None if allowed is None else self._names.allowed(allowed)
         return [
             self._with_adapter(adapter)
@@ -174,16 +173,10 @@ class Catalog:
         return {ModelId(adapter.base) for adapter in self._adapters.values()}
 
     def adapter_ids(self) -> set[AdapterId]:
-        """Return the ids of all adapters. Several names may share one."""
         return {adapter.adapter_id for adapter in self._adapters.values()}
 
     def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
-        """Return what an allowed name or alias means.
-
-        Raises:
-            UnknownModel: there is none.
-            UnsupportedModel: an adapter is meant that does not fit its base.
-        """
+        """Raises UnknownModel, and UnsupportedModel for an adapter that does not fit its base."""
         found = self._names.resolve(name, allowed)
         if isinstance(found, Deployed):
             return self._entries[ModelId(found.name)]
@@ -304,11 +297,7 @@ class Catalog:
         )
 
     def _limits(self, facts: Facts, config: ModelConfig) -> StepLimits:
-        """Return the limits of a model by the memory that it may have.
-
-        Under a ceiling, a budget that becomes known later never raises them: a ceiling that had room for them
-        still has.
-        """
+        """Return the limits by memory. Under a ceiling, a budget that is known later never raises them."""
         bounds = [bound for bound in (self._budget_bytes, config.memory_ceiling_bytes) if bound is not None]
         dtype, budget_bytes = computed_dtype(facts.dtype, self.kind), min(bounds, default=None)
         return step_limits(self._wanted_limits, facts.dimensions, dtype, self.kind, budget_bytes)

@@ -197,10 +197,7 @@ def remove_files(location: ModelLocation, data_dir: DataDir) -> None:
 
 
 def collect(data_dir: DataDir, registry: Registry) -> None:
-    """Delete directories of deployments that are not registered. Called before the service offers anything.
-
-    While a deployment runs, here or in an orphaned process, nothing is deleted.
-    """
+    """Delete directories that are not registered, unless a deployment runs. Called when a service starts."""
     with _opened_lock(data_dir) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -244,7 +241,6 @@ def clear_snapshots(data_dir: DataDir) -> None:
 
 
 def _clear_refused(deployed: Deployed | DeployedAdapter, data_dir: DataDir) -> None:
-    """Delete a model that was not registered, unless its files are the user's own."""
     if deployed.source != deployed.directory:
         remove_files(deployed.location, data_dir)
 

@@ -60,7 +60,6 @@ class DeployedAdapter:
         return self.facts.num_bytes
 
     def fits(self, base: Facts) -> bool:
-        """True if a model of these facts can be its base on some device: a CPU computes in float32."""
         facts = self.facts
         return facts.dimensions == base.dimensions and facts.dtype in (base.dtype, "float32")
 

@@ -77,10 +77,7 @@ class _Placed:
 
 
 def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) -> Deployed | DeployedAdapter:
-    """Put the model or adapter in place and return it.
-
-    Raises HearthError: it cannot be done; nothing has changed then.
-    """
+    """Raises HearthError; nothing has changed then."""
     source = parse_source(order.source)
     name = check_name(default_name(source) if order.name is None else order.name)
     _refuse_taken(name, order.overwrite, data_dir)
@@ -248,7 +245,6 @@ def _convert_adapter(
 
 
 def _checked_tokenizer(path: Path) -> Tokenizer:
-    """Read the tokenizer before converting: a model without one cannot be served."""
     from hearth.store.format.convert import open_source  # loads torch, as above
 
     with open_source(path) as source, tempfile.TemporaryDirectory() as texts:

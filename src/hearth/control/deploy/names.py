@@ -29,7 +29,6 @@ MAX_LISTED = 10
 
 
 def check_name(name: str) -> str:
-    """Return a name that is safe in paths and addresses. Raises RequestError."""
     if len(name) > MAX_NAME_CHARS or _NAME.fullmatch(name) is None or ".." in name:
         raise RequestError(
             f"a name is 1 to {MAX_NAME_CHARS} letters, digits, `.`, `_` or `-`, in parts between `/` or `:` "
@@ -48,10 +47,7 @@ class Names:
     def __init__(
         self, deployed: Iterable[Deployed | DeployedAdapter], models: Mapping[str, ModelConfig]
     ) -> None:
-        """Read the aliases. Settings of a model that is not deployed yet are kept for it.
-
-        Raises ConfigError: an alias means two models, or no model can have the name of a table.
-        """
+        """Settings of models that are not deployed yet are kept. Raises ConfigError."""
         self._by_name = {model.name: model for model in deployed}
         self._models = models
         self._name_by_alias: dict[str, str] = {}
@@ -67,10 +63,7 @@ class Names:
                 self._name_by_alias[alias] = name
 
     def resolve(self, name: str, allowed: Collection[str] | None = None) -> Deployed | DeployedAdapter:
-        """Return what a name or an alias means, out of the `allowed` ones; None: all.
-
-        Raises UnknownModel: there is none, or it is not allowed; the messages are alike.
-        """
+        """`allowed` None: all. Raises UnknownModel, in the same words for names that are not allowed."""
         found = self._by_name.get(self._own_name(name))
         if allowed is not None and (found is None or found.name not in self.allowed(allowed)):
             raise self._unknown_among(name, self.allowed(allowed))

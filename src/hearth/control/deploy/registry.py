@@ -1,7 +1,4 @@
-"""Deployed models and adapters, in a SQLite file that several processes may open. Touches no model's files.
-
-An adapter is a row with a `base`.
-"""
+"""Deployed models and adapters (rows with a `base`), in a SQLite file that several processes may open."""
 
 from __future__ import annotations
 
@@ -105,12 +102,7 @@ class Registry:
         self._write("insert or replace", deployed)
 
     def remove(self, name: str, *, with_adapters: bool = False) -> list[ModelLocation]:
-        """Remove a model or an adapter, and return where its files lie.
-
-        Raises:
-            UnknownModel: there is none.
-            HasAdapters: it has adapters, and `with_adapters` is False.
-        """
+        """Return where the files lie. Raises UnknownModel, or HasAdapters unless `with_adapters`."""
         with self.transaction():
             location = self.location(name)
             if location is None:
@@ -144,7 +136,6 @@ class Registry:
         return [one for one in self._read("base is not null") if isinstance(one, DeployedAdapter)]
 
     def outdated_adapters(self, new: Deployed | DeployedAdapter) -> list[str]:
-        """Return the adapters of the model that `new` is about to replace, if its digest differs."""
         rows = self._execute(
             "select name from models where base = (select name from models where name = ? and digest <> ?) "
             "order by name",

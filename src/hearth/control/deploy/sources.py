@@ -137,7 +137,6 @@ def downloaded(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file until the context ends, which removes it, or the process does."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -241,7 +240,6 @@ def _translated(source: HubSource, error: Exception) -> Exception:
 
 
 def _bar_class(on_bytes: OnBytes, total_bytes: int) -> type:
-    """Return a class for the library's progress bars, of which it makes several, one to count files."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped] # comes with the library
 
     done_bytes = 0

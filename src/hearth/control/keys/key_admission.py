@@ -29,10 +29,7 @@ class KeyAdmissions:
         self._limiter: KeyLimiter[KeyId] = KeyLimiter()
 
     def admit(self, caller: Caller) -> KeyAdmission:
-        """Admit a request until its context ends.
-
-        Raises RateLimited: a limit of the caller's key is reached.
-        """
+        """Admit a request until its context ends. Raises RateLimited."""
         if caller.key_id is None:
             return KeyAdmission(self, caller, None)
         outcome = self._limiter.begin(caller.key_id, caller.terms.limits, self._now_s())
@@ -97,10 +94,7 @@ class KeyAdmission:
         self._streams: list[tuple[AnswerStream, bool]] = []
 
     def charge(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Charge a prompt and the longest possible answer, before anything is computed.
-
-        Raises RateLimited: a limit of the key is reached. The request then counts for nothing.
-        """
+        """Charge a prompt and the longest answer. Raises RateLimited; nothing is counted then."""
         if self._ticket is not None:
             self._gate.charge(self.caller, self._ticket, num_prompt_tokens, max_tokens)
 
@@ -113,10 +107,7 @@ class KeyAdmission:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        """End the request and settle its charge. A second call changes nothing.
-
-        A prompt counts unless the service failed before the first token.
-        """
+        """Settle the charge, once. A prompt counts unless the service failed before the first token."""
         if self._ticket is None:
             return
         prompt_tokens = sum(

@@ -96,7 +96,6 @@ class KeyUsage:
 
     @property
     def note(self) -> str | None:
-        """Why the file is not up to date; None: it is, or will be in a moment."""
         if self._fault is None:
             return None
         return (

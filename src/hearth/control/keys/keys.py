@@ -75,7 +75,6 @@ class _StoredKey:
 
     @property
     def key_id(self) -> KeyId:
-        """An id of this key alone, which reveals nothing of its salt."""
         return KeyId(hashlib.blake2b(bytes.fromhex(self.salt), digest_size=16).hexdigest())
 
     @property
@@ -84,19 +83,13 @@ class _StoredKey:
 
     @property
     def caller(self) -> Caller:
-        """The owner, in the named group, or else in a group of this key alone.
-
-        The key's own group is derived from its salt: no group name and no later key leads into it.
-        """
+        """The owner. Without a group, the key's own one is derived from its salt: no name leads into it."""
         group = f"key:{self.salt}" if self.group is None else f"group:{self.group}"
         return Caller(self.name, self.role, GroupId(group), self.terms, self.key_id)
 
 
 def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyTerms | None = None) -> str:
-    """Make a key and return it. It cannot be shown again.
-
-    Raises ConfigError: the name is taken, the name, group or terms are invalid, or the file cannot be used.
-    """
+    """Make a key and return it; it cannot be shown again. Raises ConfigError."""
     terms = terms or KeyTerms()
     _check_terms(terms)
     _check_name("key", name)
@@ -115,10 +108,7 @@ def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyT
 
 
 def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyTerms:
-    """Change the terms of a key and return them.
-
-    Raises ConfigError: there is no key of that name, the terms are invalid, or the file cannot be used.
-    """
+    """Change the terms of a key and return them. Raises ConfigError."""
     with _changing(path):
         entries = _read(path)
         known = next((entry for entry in entries if entry.name == name), None)
@@ -179,18 +169,12 @@ class ApiKeys:
 
     @property
     def are_required(self) -> bool:
-        """True once there was a key. Removing all keys does not open the service.
-
-        Raises ConfigError: the file has changed and is invalid.
-        """
+        """True once there was a key: removing all does not open the service. Raises ConfigError."""
         self._refresh()
         return self._have_existed
 
     def check(self, key: str) -> Caller | None:
-        """Return the owner of a key; None: unknown. Takes the same time for wrong keys and right ones.
-
-        Raises ConfigError: the file has changed and is invalid.
-        """
+        """None: unknown. Takes the same time for wrong keys and right ones. Raises ConfigError."""
         self._refresh()
         found = None
         for entry in self._entries:

@@ -56,7 +56,6 @@ class AccessLog:
 
     @property
     def note(self) -> str | None:
-        """Why lines are missing; None: the last one was written."""
         if self._fault is None:
             return None
         return f"the access log `{self._path}` cannot be written: {self._fault}"

@@ -63,7 +63,6 @@ class ExchangeRecord:
 
     @property
     def queue_s(self) -> float | None:
-        """The longest wait for a worker among its requests; None: there are none."""
         waits = [one.queue_s for one, _ in self.requests]
         return max((wait for wait in waits if wait is not None), default=None)
 

@@ -135,10 +135,7 @@ class ExchangeSpans:
 
 
 def _parent(trace: TraceParent | None) -> Context:
-    """Return the context of the client's span; an empty one without a `traceparent`.
-
-    Never None, which means the current context to the SDK.
-    """
+    """Return the context of the client's span, or an empty one: None means the current context to the SDK."""
     if trace is None:
         return _NO_PARENT
     flags = TraceFlags(TraceFlags.SAMPLED if trace.is_sampled else TraceFlags.DEFAULT)

@@ -53,7 +53,6 @@ def explain(timeline: Timeline, now_s: float) -> Explanation:
 
 
 def _awaited(timeline: Timeline) -> LoadLog | None:
-    """Return the load that the request waited for; None: none happened before its end."""
     load = timeline.load
     if load is None or load.is_void or load.awaits_turn:
         return None
@@ -138,13 +137,11 @@ def _load_spans(timeline: Timeline, load: LoadLog, end_s: float) -> list[Timelin
 
 
 def _span(timeline: Timeline, what: str, begin_s: float, end_s: float, detail: str = "") -> TimelineSpan:
-    """Return a span relative to the arrival; a load that began earlier begins with the request."""
     began = timeline.arrived_s
     return TimelineSpan(what, max(0.0, begin_s - began), max(0.0, end_s - began), detail)
 
 
 def marks_of(timeline: Timeline, now_s: float) -> list[tuple[float, str, str]]:
-    """Return times, names and details of what happened, from the arrival on."""
     what = "" if timeline.pooling is None else f"for an embedding, pooling: {timeline.pooling}"
     marks = [(timeline.arrived_s, "queued", what), *timeline.marks]
     for wait in _told_waits(timeline, timeline.ended_s or now_s):

@@ -38,8 +38,6 @@ disable_created_metrics()  # type: ignore[no-untyped-call] # it takes and return
 
 
 class _Histograms:
-    """The `Latencies` of a registry: a collector for prometheus_client."""
-
     def __init__(self) -> None:
         self._families: dict[tuple[str, str, str], dict[str, Latencies]] = {}
 

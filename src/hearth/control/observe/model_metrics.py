@@ -88,7 +88,6 @@ class ModelMetrics:
         self._folded: set[str] = set()  #: models that are counted in it
 
     def take(self, model: str) -> ModelSeries:
-        """Return the series of a model with requests or a load; they are shown from now on."""
         series = self._series.get(model)
         if series is not None:
             return series

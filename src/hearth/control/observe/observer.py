@@ -182,7 +182,6 @@ class Observer:
     # Facts that are no events of the brain.
 
     def waits(self, request_id: RequestId, reason: str) -> None:
-        """Note why a request that has just come has no worker yet."""
         self._active[request_id].waits_for = reason
 
     def load_progressed(self, now_s: float, worker: WorkerId, progress: LoadProgress) -> None:

@@ -47,10 +47,7 @@ def held_bytes(pong: Pong) -> dict[ModelId, int]:
 def resident_views(
     residents: Sequence[Resident], pongs: Mapping[WorkerId, Pong], now_s: float
 ) -> tuple[ResidentView, ...]:
-    """Return views of the models that the brain has on workers, and of those with bytes left there.
-
-    Until a worker has reported a model, its view shows what the brain has promised.
-    """
+    """Until a worker has reported a model, its view shows what the brain has promised."""
     hosted = {(one.worker, one.model): one for one in residents}
     used = {(worker, use.model): use for worker, pong in pongs.items() for use in pong.models}
     views = []
@@ -113,10 +110,7 @@ def _used_view(
     now_s: float,
     adapters: tuple[ResidentAdapterView, ...],
 ) -> ResidentView:
-    """Return the view of a model that its worker has reported.
-
-    The state is the brain's. A model that the brain no longer knows is retired, or about to be.
-    """
+    """The state is the brain's. A model that the brain no longer knows is retired, or about to be."""
     loading = one if one is not None and one.state is State.LOADING else None
     return ResidentView(
         model=use.model,

@@ -140,10 +140,7 @@ class ProcessView:
 
 @dataclass(frozen=True, slots=True)
 class UnloadView:
-    """A model that a user has stopped, and what it had at that moment.
-
-    Bytes shared with other models are not counted: they stay.
-    """
+    """A model that a user has stopped, and what it had then, without bytes that it shares."""
 
     unloaded: str
     free: bool

@@ -54,7 +54,6 @@ class ActiveRequest:
 
     @property
     def end_without_tokens(self) -> FinishReason | None:
-        """Why the request ends when its prompt is computed; None: tokens follow."""
         if self.sampling.max_tokens != 0:
             return None
         return FinishReason.LENGTH if self.pooling is None else FinishReason.STOP

@@ -62,8 +62,6 @@ class DecodedFact:
 
 @dataclass(frozen=True, slots=True)
 class DecodedLate:
-    """A token that was not delivered with its step, because the text of its request is slow."""
-
     link: WorkerLink
     texts: DecodedTexts
 
@@ -78,10 +76,7 @@ class FactDecoder:
         deliver: Callable[[DecodedFact | DecodedLate], None],
         clock_s: Callable[[], float] = thread_time,
     ) -> None:
-        """`runs`: the requests on workers, by run; only read here, one operation at a time.
-
-        `clock_s` returns how long this thread has worked.
-        """
+        """`runs`: requests by run, only read here. `clock_s` returns how long this thread has worked."""
         self._loop, self._runs, self._deliver, self._clock_s = loop, runs, deliver, clock_s
         self._inbox: SimpleQueue[tuple[WorkerLink, bytes | None] | None] = SimpleQueue()
         #: Undecoded frames by link; the next link comes first. The thread's own.

@@ -23,8 +23,6 @@ from hearth.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation for the model's chat template; `extra` reaches the template under its own names."""
-
     messages: Sequence[Message]
     tools: Sequence[Json] | None = None
     has_turn: bool = True  #: the prompt ends with the beginning of the assistant's turn
@@ -49,8 +47,6 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """A token of an answer and the text that it adds, which may be empty."""
-
     text: str
     token: int
     logprobs: TokenLogprobs | None
@@ -87,10 +83,7 @@ class AnswerStream:
         self._wakeup: asyncio.Future[None] | None = None
 
     async def next(self, timeout_s: float | None = None) -> list[TokenDelta]:
-        """Return all tokens that have arrived, waiting for the first; [] after `timeout_s`, or at the end.
-
-        Raises HearthError: the request ended without an answer; nothing follows.
-        """
+        """Return arrived tokens, waiting for one; [] after `timeout_s` or at the end. Raises HearthError."""
         if not self._deltas and self._error is None and self.finish_reason is None:
             await self._wait(timeout_s)
         if self._deltas:

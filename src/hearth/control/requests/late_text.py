@@ -32,10 +32,7 @@ class LateRow:
 
 
 class LateText:
-    """Mutable; used by the text thread alone. Runs take turns, a token each.
-
-    Dropped tokens are not in `emitted`, so the next worker makes them again.
-    """
+    """Mutable; used by the text thread alone. Runs take turns. Dropped tokens are made again elsewhere."""
 
     def __init__(self) -> None:
         self._runs: dict[int, _LateRun] = {}  #: by run; whose turn is next comes first
@@ -44,7 +41,6 @@ class LateText:
         return bool(self._runs)
 
     def has(self, run: int) -> bool:
-        """True if a run has queued tokens, which its next ones must not overtake."""
         return run in self._runs
 
     def add(self, link: WorkerLink, run: int, row: TokenRow) -> None:

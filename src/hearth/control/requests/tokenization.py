@@ -54,10 +54,7 @@ class PromptEncoder:
         return await asyncio.shield(known)  # a cancelled caller does not cancel it for others
 
     async def read_ahead(self, models: Iterable[Deployed], is_time: Callable[[], bool]) -> None:
-        """Read the tokenizers of the first models, one by one, while `is_time`.
-
-        A tokenizer that cannot be read is skipped; the first request for its model gets the error.
-        """
+        """Read tokenizers while `is_time`, except broken ones: the first request gets the error."""
         began_s, num_read = time.perf_counter(), 0
         for model in islice(models, MAX_READ_AHEAD):
             if not is_time():
@@ -75,10 +72,7 @@ class PromptEncoder:
         max_chars: int,
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
-        """Return the tokens of a prompt. Special tokens are added to a text, but not to a rendered template.
-
-        Raises PromptTooLong: it has more than `max_chars` characters, which would take long to tokenise.
-        """
+        """Special tokens are added to a text, but not to a rendered template. Raises PromptTooLong."""
         match prompt:
             case ChatPrompt():
                 is_added = add_special_tokens is True
