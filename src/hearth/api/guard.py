@@ -35,7 +35,6 @@ OPEN_PATHS = frozenset(["/", "/health", "/livez", "/readyz", "/version"])
 #: Paths that show the whole service, including the load of other callers.
 MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps"])
 MODELS_PATH = "/hearth/models"  #: listed for all; changes are for admins
-#: vLLM's routes for adapters.
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 #: Scope key of a function to call once the caller is authenticated; it returns False if there is no capacity.
 LET_IN = "hearth.let_in"

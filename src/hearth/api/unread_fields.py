@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 #: pydantic's error type of a refused field, whose name is in the error's context.
 REFUSED_FIELD = "refused_field"
-#: The response header that lists ignored fields.
 IGNORED_FIELDS = "x-hearth-ignored-fields"
 #: Ignored fields of a request that are reported and counted.
 MAX_IGNORED = 16

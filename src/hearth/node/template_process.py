@@ -1,8 +1,4 @@
-"""Starts the process that workers are forked from (`worker/template.py`).
-
-Its imports take the largest part of a service's start and depend on nothing. So it is started first, and this
-file imports next to nothing.
-"""
+"""Starts the process that workers are forked from. Imports next to nothing, so that it starts first."""
 
 from __future__ import annotations
 

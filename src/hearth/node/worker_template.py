@@ -37,7 +37,6 @@ MAX_FAILURES = 3
 FORK_S = 5.0
 #: Time for a template that has closed its socket to exit.
 ENDING_S = 5.0
-#: The longest answer that is read.
 _ANSWER_BYTES = 4096
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -1,7 +1,4 @@
-"""Rewrites tools, calls and results as plain text for chat templates that do not support them.
-
-Such a template would drop them silently, or refuse a message of role `tool`. Calls become `ToolFormat.JSON`.
-"""
+"""Rewrites tools, calls and results as text for chat templates that would drop or refuse them."""
 
 from __future__ import annotations
 

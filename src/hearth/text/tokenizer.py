@@ -148,7 +148,6 @@ class Tokenizer:
         return self.encode(self.chat_text(messages), add_special_tokens=False)
 
 
-#: Older files of tokenizers.
 _OLD_FILES = {"merges.txt", "spiece.model", "tekken.json", "vocab.json", "vocab.txt"}
 
 

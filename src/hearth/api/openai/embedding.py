@@ -21,7 +21,6 @@ from hearth.api.unread_fields import UnsupportedField
 from hearth.control.requests.generation import AnswerStream, GenerationRequest
 from hearth.core.types import Pooling, SamplingParams
 
-#: As in OpenAI's API.
 MAX_INPUTS = 2048
 
 

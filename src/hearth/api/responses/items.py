@@ -1,8 +1,4 @@
-"""The items of a conversation in /v1/responses, and their translation to messages.
-
-A message of chat has the text and the calls of one turn; here each is an item. Clients can send back the
-items of a response unchanged.
-"""
+"""The items of a conversation in /v1/responses, and their translation to messages of chat."""
 
 from __future__ import annotations
 

@@ -51,7 +51,6 @@ from hearth.store.tiers.tiers import Tiers
 from hearth.store.tiers.upstream import Upstream, write_upstream
 from hearth.text.tokenizer import Tokenizer
 
-#: The time between two reports of progress.
 _REPORT_EVERY_S = 0.1
 #: Time to clean up after the order was cancelled.
 _CLEARING_S = 20.0

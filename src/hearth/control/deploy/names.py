@@ -24,7 +24,6 @@ _NAME = re.compile(rf"(?!hf:){_PART}([/:]{_PART})*", re.ASCII)
 MAX_NAME_CHARS = 128
 #: The tag of a name that has none, as users of Ollama write it.
 LATEST = ":latest"
-#: The most names that a message lists.
 MAX_LISTED = 10
 
 

@@ -42,7 +42,6 @@ create table if not exists space_slots (
 """
 _FIELDS = "name, source, location, directory, digest, facts, created_at_s, base"
 
-#: All that a row holds, in the order of _FIELDS.
 _Row = tuple[str, str, str, str, str, str, float, str | None]
 
 log = logging.getLogger(__name__)

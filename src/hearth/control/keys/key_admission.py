@@ -1,7 +1,4 @@
-"""Admits requests by the limits of their API keys, and counts their usage. The rules are in `policy/limits`.
-
-An HTTP request is one request, however many prompts and choices it has.
-"""
+"""Admits HTTP requests by the limits of their API keys (`policy/limits`), and counts their usage."""
 
 from __future__ import annotations
 

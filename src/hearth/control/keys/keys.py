@@ -26,7 +26,6 @@ from hearth.core.errors import ConfigError
 from hearth.policy.limits.key_limiter import KeyLimits
 
 PREFIX = "hearth-"
-#: The most models that a key may be limited to.
 MAX_MODELS = 64
 MAX_LIMIT = 10**12
 

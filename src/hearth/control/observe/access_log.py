@@ -1,8 +1,4 @@
-"""The access log: one line for each HTTP request that has ended. Holds no prompts and no answers.
-
-Values from clients are escaped: none can end the line or imitate another field. `LogRotation` limits the
-file's size.
-"""
+"""The access log: a line per HTTP request, without prompts and answers. Values from clients are escaped."""
 
 from __future__ import annotations
 

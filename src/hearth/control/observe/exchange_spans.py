@@ -1,7 +1,4 @@
-"""Creates the OpenTelemetry spans of an HTTP exchange after it has ended, from the recorded times.
-
-Imports OpenTelemetry's SDK, an optional extra: `tracing.py` imports this module only if an endpoint is set.
-"""
+"""Creates the OpenTelemetry spans of an exchange that has ended. Imports the SDK, an optional extra."""
 
 from __future__ import annotations
 

@@ -41,11 +41,8 @@ class Observer:
         self._metrics, self._takes_turns, self._device_share = metrics, takes_turns, device_share
         self._in_turn: set[tuple[WorkerId, ModelId]] = set()
         self._loads = LoadLogs()
-        #: The timelines of requests that have not ended.
         self._active: dict[RequestId, Timeline] = {}
-        #: The series of their models.
         self._series: dict[RequestId, ModelSeries] = {}
-        #: When each worker reported its memory last.
         self._reported_s: dict[WorkerId, float] = {}
         self._recent = Timelines()
         self._is_closing = False

@@ -14,7 +14,6 @@ from hearth.core.types import ModelId, Pace, Pooling, RequestId, TurnEnd, Worker
 from hearth.policy.fleet.events import Option
 from hearth.policy.turns.paced_request import PacedRequest
 
-#: Timelines that are kept.
 MAX_EXPLAINED = 1000
 #: Waits for turns that are recorded one by one; all are counted.
 MAX_WAITS = 32

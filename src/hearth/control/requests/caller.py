@@ -44,7 +44,6 @@ class Caller:
         return group == self.group or self.has_role("monitor")
 
 
-#: The caller of a service without keys.
 ANYBODY = Caller("anybody", "admin", GroupId("anybody"))
 #: Commands on the service's own machine, which find its admin token.
 OPERATOR = Caller("operator", "admin", GroupId("operator"))
