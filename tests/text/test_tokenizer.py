@@ -275,7 +275,7 @@ def test_a_broken_file_is_named_with_its_cause(write: Write, name: str, content:
     directory = write(**{name: content})
 
     with pytest.raises(BadTokenizer, match=message):
-        Tokenizer.load(directory).try_out()
+        Tokenizer.load(directory).check()
 
 
 def test_a_template_that_is_not_utf8_is_named(write: Write) -> None:
@@ -323,4 +323,4 @@ def test_a_tokenizer_that_panics_fails_the_request_and_not_the_service(write: Wr
     with pytest.raises(BadTokenizer, match="cannot encode the prompt: no entry found"):
         tokenizer.encode("Hello")
     with pytest.raises(BadTokenizer, match=r"tokenizer\.json is of no use: no entry found"):
-        tokenizer.try_out()
+        tokenizer.check()

@@ -111,7 +111,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/metrics", summary="Prometheus metrics", response_class=Response, responses=PLAIN_TEXT)
     async def metrics() -> Response:
-        return Response(await gateway.views.measure(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(await gateway.views.fresh_metrics(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @routes.get("/livez", summary="Whether the process responds")
     async def live() -> Response:
@@ -134,7 +134,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/hearth/ps", summary="Workers, their memory and loaded models")
     async def ps() -> Response:
-        return as_json(await gateway.views.look())
+        return as_json(await gateway.views.fresh_ps())
 
     @routes.get("/hearth/requests/{request_id:path}", summary="Explain where the time of a request went")
     async def explain(request_id: str, request: Request) -> Response:

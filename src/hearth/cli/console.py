@@ -162,7 +162,7 @@ class Configuration:
             warn(f"note: {note}")
 
 
-def told_origins(origins: Mapping[str, str]) -> str:
+def format_origins(origins: Mapping[str, str]) -> str:
     settings: dict[str, list[str]] = {}
     for setting, origin in origins.items():
         settings.setdefault(origin, []).append(setting)

@@ -62,8 +62,8 @@ def demo(
 
     visitor = _Visitor(once, data_dir)
     with err.status("starting the service") as status:
-        run_service(config, lambda url, gateway: visitor.come(url, gateway, status.stop))
-    visitor.leave()
+        run_service(config, lambda url, gateway: visitor.start(url, gateway, status.stop))
+    visitor.join()
 
 
 class _Visitor:
@@ -72,11 +72,11 @@ class _Visitor:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def come(self, url: str, gateway: Gateway, on_ready: Callable[[], None]) -> None:
+    def start(self, url: str, gateway: Gateway, on_ready: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=self._visit, args=(url, gateway, on_ready), name="hearth-demo")
         self._thread.start()
 
-    def leave(self) -> None:
+    def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -88,7 +88,7 @@ class _Visitor:
                 _wait_ready(client)
                 on_ready()
                 _first_answer(client)
-        except Exception as error:  # top of the thread; `leave` raises it
+        except Exception as error:  # top of the thread; `join` raises it
             self._error = error
         if gateway.views.health().status == "draining":  # Ctrl-C: the service stops by itself
             if self._error is not None:

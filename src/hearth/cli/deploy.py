@@ -117,7 +117,7 @@ def deploy(
         with reached(context, url, api_key, data_dir) as client:
             view = snapshot.made(client, model.name)
         if not as_json:
-            typer.echo(snapshot.told(view))
+            typer.echo(snapshot.summary(view))
 
 
 @app.command("list", rich_help_panel="Models")

@@ -115,7 +115,7 @@ def make(
     """
     with reached(context, url, api_key, data_dir) as client:
         view = made(client, name)
-    typer.echo(msgspec.json.encode(view) if as_json else told(view))
+    typer.echo(msgspec.json.encode(view) if as_json else summary(view))
 
 
 def made(client: Client, name: str) -> SnapshotView:
@@ -132,7 +132,7 @@ def made(client: Client, name: str) -> SnapshotView:
     return view
 
 
-def told(view: SnapshotView) -> str:
+def summary(view: SnapshotView) -> str:
     return (
         f"made a snapshot of {view.model}: {size(view.num_bytes)} in {view.seconds:.1f} s; its worker uses "
         f"{size(view.unbooked_bytes)} outside the pool"

@@ -252,7 +252,7 @@ class Gateway:
 
     async def unload(self, name: str, free: bool) -> UnloadView:
         """Keep a model only until its memory is needed, or, with `free`, free it when it is idle."""
-        residents = (await self.views.look()).models  # first: the model may be removed meanwhile
+        residents = (await self.views.fresh_ps()).models  # first: the model may be removed meanwhile
         entry = self.deployments.find(name)
         if entry.adapter is not None:
             raise RequestError(

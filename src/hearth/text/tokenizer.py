@@ -60,7 +60,7 @@ class Tokenizer:
             spelled=vocabulary.spelled,
         )
 
-    def try_out(self) -> None:
+    def check(self) -> None:
         """Raise BadTokenizer for broken ids or templates. Takes a second, so only deployments check."""
         with _sound("tokenizer.json is of no use"):
             with suppress(Exception):  # an unknown word fails the requests that contain it

@@ -90,7 +90,7 @@ class ToolResultBlock(Strict):
     is_error: bool | None = Field(None, description="The tool failed; the model sees that.")
 
     @property
-    def told(self) -> str:
+    def as_text(self) -> str:
         text = _text(self.content or "")
         return f"Error: {text}" if self.is_error else text
 
@@ -137,7 +137,7 @@ class ConversationMessage(Strict):
                         texts = []
                     yield MessageBody(
                         role="tool",
-                        content=block.told,
+                        content=block.as_text,
                         tool_call_id=block.tool_use_id,
                         name=name_by_id.get(block.tool_use_id),
                     )

@@ -96,7 +96,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.get("/api/ps", summary="List the loaded models")
     async def list_residents(request: Request) -> Response:
-        shown = await gateway.views.look()
+        shown = await gateway.views.fresh_ps()
         views = {view.name: view for view in gateway.deployments.models(caller_of(request))}
         kinds = {worker.worker: worker.kind for worker in shown.workers}
         residents = (one for one in shown.models if one.is_hosted and one.model in views)

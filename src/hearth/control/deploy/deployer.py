@@ -122,7 +122,7 @@ def _described(
     if order.is_adapter:
         raise RequestError(f"`{source}` is a model and no adapter; deploy it without a base")
     tokenizer = Tokenizer.load(placed.directory)
-    tokenizer.try_out()
+    tokenizer.check()
     facts_of_model = facts_of(of_model(manifest, where), tokenizer)
     return Deployed(name, source, where, directory, manifest.digest, facts_of_model, now_s)
 
@@ -251,7 +251,7 @@ def _checked_tokenizer(path: Path) -> Tokenizer:
             for name, content in source.text_files().items():
                 (Path(texts) / name).write_bytes(content)
         tokenizer = Tokenizer.load(path if path.is_dir() else Path(texts))
-        tokenizer.try_out()
+        tokenizer.check()
         return tokenizer
 
 

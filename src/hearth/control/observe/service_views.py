@@ -46,13 +46,13 @@ class ServiceViews:
         self.instance_id = secrets.token_hex(16)
         self._add_gauges()
 
-    async def look(self) -> ProcessView:
+    async def fresh_ps(self) -> ProcessView:
         """Return `ps` after workers and keeper have reported their memory."""
         await self._pools.refresh(LOOK_S)
         await self._keeper.refresh_host_memory(LOOK_S)
         return self.ps()
 
-    async def measure(self) -> bytes:
+    async def fresh_metrics(self) -> bytes:
         """Return the metrics after the keeper has reported its memory; workers do at each heartbeat."""
         await self._keeper.refresh_host_memory(LOOK_S)
         return await self._metrics.text()
