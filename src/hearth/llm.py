@@ -69,10 +69,7 @@ class Completion:
 
 
 class LLM:
-    """A loaded model. Thread-safe.
-
-    While it generates, garbage collection in this process is mostly postponed: see `system/garbage.py`.
-    """
+    """A loaded model. Thread-safe. Garbage collection is mostly postponed while it generates."""
 
     def __init__(
         self,
@@ -319,7 +316,6 @@ class _ReceivedAnswer:
         return Delta(text, (output.token,), self.finish_reason, logprobs or None)
 
     def note(self, outputs: StepOutputs, row: int) -> None:
-        """Add a token of a step without streaming its text."""
         if self.request.sampling.stop or self._has_no_tokens:
             self.take(outputs[row])
             return
@@ -339,7 +335,6 @@ class _ReceivedAnswer:
 
     @property
     def _has_no_tokens(self) -> bool:
-        """True if only the prompt is computed."""
         return self.request.sampling.max_tokens == 0
 
     def completion(self) -> Completion:

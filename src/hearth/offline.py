@@ -49,8 +49,6 @@ from hearth.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """The options under which the caller wants a model."""
-
     device: str = "auto"
     dtype: str = "auto"
     max_context: int | None = None  #: None: the context that the model was made for
@@ -59,8 +57,6 @@ class ModelOptions:
 
 
 class OpenedModel(Protocol):
-    """A model that was found and checked, and can be built into an engine."""
-
     tokenizer: Tokenizer | None
     spec: ModelSpec
 
@@ -75,10 +71,7 @@ class OpenedModel(Protocol):
 
 
 def open_model(path: str | Path, options: ModelOptions, store: StoreConfig | Tiers) -> OpenedModel:
-    """Find and check the model at a path or URL.
-
-    Tiers that are given stay open; those of a StoreConfig are closed once the model is loaded.
-    """
+    """Tiers that are given stay open; those of a StoreConfig are closed once the model is loaded."""
     device = _device(options.device)
     if device.type == "cpu":
         log_if_threads_spin()
@@ -89,21 +82,13 @@ def open_model(path: str | Path, options: ModelOptions, store: StoreConfig | Tie
 
 
 def read_adapters(opened: OpenedModel, paths: Mapping[str, str | Path]) -> dict[str, AdapterBytes]:
-    """Read adapters of a model, by the names that requests will have.
-
-    Raises:
-        ModelError: one is broken or cannot be served, or does not fit the model.
-    """
+    """Read adapters by the names that requests will have. Raises ModelError."""
     base = AdapterBase(opened.spec.arch, name_of(opened.spec.dtype))
     return {name: read_adapter(Path(path), base) for name, path in paths.items()}
 
 
 def add_adapters(engine: Engine, adapters: Iterable[AdapterBytes]) -> None:
-    """Put adapters beside a model, on the thread that owns its engine. They stay as long as it does.
-
-    Raises:
-        DeviceError: there is no memory left for one.
-    """
+    """Call on the thread that owns the engine. Adapters stay as long as it does. Raises DeviceError."""
     device = engine.runner.layers.kv.device
     for one in {one.adapter: one for one in adapters}.values():
         content = allocate(len(one.content), device, "an adapter", "name fewer of them, or lower `kv_bytes`")
@@ -119,8 +104,6 @@ def _keep_to_usable_cores() -> None:
 
 
 class _PackedModel:
-    """A checkpoint that is not converted, and is packed straight into device memory."""
-
     def __init__(self, path: Path, options: ModelOptions, kernels: Path, device: torch.device) -> None:
         self._path, self._config, self._kernels, self._device = path, options.engine, kernels, device
         with open_source(path) as source:
@@ -230,8 +213,6 @@ def _kernels_path(store: StoreConfig | Tiers) -> Path:
 
 
 class _OfflineKernels:
-    """The kernels of one model where they are kept on disk; on a CPU there are none."""
-
     def __init__(self, spec: ModelSpec, quant: str, path: Path, device: torch.device) -> None:
         """Have the model's kernels loaded, or start to compile those that are missing."""
         self._compiling: threading.Thread | None = None
@@ -247,7 +228,6 @@ class _OfflineKernels:
             self._compiling.start()
 
     def wait(self) -> None:
-        """Wait until all of them are there."""
         if self._compiling is not None:
             self._compiling.join()
 

@@ -225,13 +225,13 @@ class FakeGateway:
             name, free, was_loaded=True, num_requests=2, device_bytes=3 << 20, host_bytes=2 << 20
         )
 
-    async def measure(self) -> bytes:
+    async def fresh_metrics(self) -> bytes:
         return generate_latest(self.metrics)
 
     def exchange_ended(self, record: ExchangeRecord) -> None:
         self.ended.append(record)
 
-    async def look(self) -> ProcessView:
+    async def fresh_ps(self) -> ProcessView:
         return ProcessView((), (), 0, 0)
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:

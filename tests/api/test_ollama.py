@@ -224,10 +224,10 @@ def test_models_that_are_loaded_are_listed_to_monitors(gateway: FakeGateway) -> 
     warm = ResidentView("tiny", "w0", "warm", 50, 40, 40, 0, 300.0)
     left = replace(warm, is_hosted=False)
 
-    async def look() -> ProcessView:
+    async def fresh_ps() -> ProcessView:
         return ProcessView((worker,), (warm, left), 0, 0)
 
-    gateway.look = look  # type: ignore[method-assign] # the script of this test
+    gateway.fresh_ps = fresh_ps  # type: ignore[method-assign] # the script of this test
     (model,) = request(gateway, "GET", "/api/ps").json()["models"]
     assert (model["name"], model["size"], model["size_vram"]) == ("tiny:latest", 50, 50)
     assert model["context_length"] == 2048

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.cli.console import resolved, told_origins
+from hearth.cli.console import format_origins, resolved
 from hearth.cli.environment import EnvironmentSettings, read_environment, variable_of
 from hearth.core.config import HearthConfig, Limits, ModelConfig, load, setting_keys
 from hearth.core.errors import ConfigError
@@ -314,7 +314,7 @@ def test_config_and_doctor_show_where_settings_come_from(
 
 def test_settings_of_one_origin_are_told_together() -> None:
     origins = {"service.port": "hearth.toml", "log.level": "--set", "store.host_bytes": "hearth.toml"}
-    assert told_origins(origins) == "service.port, store.host_bytes by hearth.toml; log.level by --set"
+    assert format_origins(origins) == "service.port, store.host_bytes by hearth.toml; log.level by --set"
 
 
 def test_a_command_ends_with_the_name_of_a_variable_that_is_wrong(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.control.datadir import DataDir, ServiceFile, running_service, write_private
+from hearth.control.datadir import DataDir, ServiceFile, running_service
 from hearth.core.errors import DataDirError
 
 URL = "http://127.0.0.1:8000"
@@ -174,14 +173,3 @@ def test_a_service_file_that_is_broken_is_told(tmp_path: Path, text: str) -> Non
         with pytest.raises(DataDirError, match=r"service.json` ") as caught:
             running_service(tmp_path)
         assert "secret" not in str(caught.value)
-
-
-def test_a_private_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_private(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_private(path, "new \ud800")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-    write_private(path, json.dumps("new"))
-    assert (path.read_text(), mode(path)) == ('"new"', 0o600)

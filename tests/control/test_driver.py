@@ -329,7 +329,7 @@ def test_whoever_looks_has_workers_asked_and_sees_what_is_left_of_retired_models
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        looking = asyncio.create_task(rig.gateway.views.look())
+        looking = asyncio.create_task(rig.gateway.views.fresh_ps())
         await asyncio.sleep(0)
         (ping,) = link.orders
         assert isinstance(ping, Ping)
@@ -421,7 +421,7 @@ def test_a_worker_that_does_not_answer_is_shown_as_the_brain_sees_it(
     async def scene(rig: GatewayRig) -> None:
         rig.join()
         await rig.submit(ask(), ANYBODY)
-        view = await rig.gateway.views.look()
+        view = await rig.gateway.views.fresh_ps()
         assert [(one.model, one.state) for one in view.models] == [("tiny", "loading")]
         assert view.workers[0].pool is None
         assert view.workers[0].used_bytes == view.models[0].num_bytes > 0
@@ -496,7 +496,7 @@ def test_a_request_for_an_adapter_goes_to_its_base_and_on_with_it_elsewhere(
 def test_a_lost_worker_keeps_nobody_waiting(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        looking = asyncio.create_task(rig.gateway.views.look())
+        looking = asyncio.create_task(rig.gateway.views.fresh_ps())
         await asyncio.sleep(0)
         rig.receive(link, None)
         assert (await asyncio.wait_for(looking, 60.0)).models == ()

@@ -103,7 +103,7 @@ def test_special_tokens_are_added_and_skipped_on_request(tokenizers: dict[str, T
 
     with_bos, without = tokenizer.encode("the"), tokenizer.encode("the", add_special_tokens=False)
 
-    assert with_bos == [tokenizer.bos_id, *without]
+    assert with_bos == [1, *without]
     assert tokenizer.decode(with_bos, skip_special_tokens=False) == "<s> the"
     assert tokenizer.decode(with_bos) == "the"
 
@@ -123,20 +123,13 @@ def test_the_whole_prompt_is_encoded_whatever_the_file_says(write: Write) -> Non
 
 def test_ids_that_end_an_output_come_from_every_file(write: Write) -> None:
     directory = write(
-        generation_config__json={"eos_token_id": [5, 6], "bos_token_id": 9},
-        config__json={"eos_token_id": 7, "bos_token_id": None},
+        generation_config__json={"eos_token_id": [5, 6]},
+        config__json={"eos_token_id": 7},
     )
 
     tokenizer = Tokenizer.load(directory)
 
     assert tokenizer.eos_ids == {2, 5, 6, 7}
-    assert tokenizer.bos_id == 1
-
-
-def test_the_models_own_bos_counts_where_the_tokenizer_names_none(write: Write) -> None:
-    directory = write(tokenizer_config__json={"bos_token": None}, config__json={"bos_token_id": 9})
-
-    assert Tokenizer.load(directory).bos_id == 9
 
 
 def test_a_directory_with_nothing_but_a_vocabulary_will_do(write: Write) -> None:
@@ -145,7 +138,7 @@ def test_a_directory_with_nothing_but_a_vocabulary_will_do(write: Write) -> None
 
     tokenizer = Tokenizer.load(directory)
 
-    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.has_chat_template) == (None, frozenset(), False)
+    assert (tokenizer.eos_ids, tokenizer.has_chat_template) == (frozenset(), False)
 
 
 def test_tokens_that_only_the_configuration_knows_are_added(write: Write) -> None:
@@ -282,7 +275,7 @@ def test_a_broken_file_is_named_with_its_cause(write: Write, name: str, content:
     directory = write(**{name: content})
 
     with pytest.raises(BadTokenizer, match=message):
-        Tokenizer.load(directory).try_out()
+        Tokenizer.load(directory).check()
 
 
 def test_a_template_that_is_not_utf8_is_named(write: Write) -> None:
@@ -311,7 +304,6 @@ def test_smollm2_is_read_as_transformers_reads_it(tmp_path: Path, texts: list[st
     assert tokenizer.chat_prompt(messages) == peer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
-    assert tokenizer.bos_id == peer.bos_token_id
     assert tokenizer.eos_ids == {peer.eos_token_id}
     assert tokenizer.vocab_size == len(peer)
 
@@ -331,4 +323,4 @@ def test_a_tokenizer_that_panics_fails_the_request_and_not_the_service(write: Wr
     with pytest.raises(BadTokenizer, match="cannot encode the prompt: no entry found"):
         tokenizer.encode("Hello")
     with pytest.raises(BadTokenizer, match=r"tokenizer\.json is of no use: no entry found"):
-        tokenizer.try_out()
+        tokenizer.check()

@@ -111,7 +111,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/metrics", summary="Prometheus metrics", response_class=Response, responses=PLAIN_TEXT)
     async def metrics() -> Response:
-        return Response(await gateway.views.measure(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(await gateway.views.fresh_metrics(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @routes.get("/livez", summary="Whether the process responds")
     async def live() -> Response:
@@ -134,7 +134,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/hearth/ps", summary="Workers, their memory and loaded models")
     async def ps() -> Response:
-        return as_json(await gateway.views.look())
+        return as_json(await gateway.views.fresh_ps())
 
     @routes.get("/hearth/requests/{request_id:path}", summary="Explain where the time of a request went")
     async def explain(request_id: str, request: Request) -> Response:
@@ -159,8 +159,6 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
 
 class ProgressResponse(Response):
-    """The response to a long operation: progress as events, or the result at the end."""
-
     def __init__(
         self, events: AsyncIterator[dict[str, object]], result: str, request: Request, heartbeat_s: float
     ) -> None:
@@ -185,7 +183,6 @@ class ProgressResponse(Response):
         await as_json(result)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """Send progress as events; failures before the first have their own status, as in `Answer`."""
         is_started = False
 
         async def write(data: bytes, more: bool = True) -> None:
@@ -217,7 +214,6 @@ def _event(data: bytes) -> bytes:
 async def _paused(
     events: AsyncIterator[dict[str, object]], pause_s: float
 ) -> AsyncGenerator[dict[str, object] | None, None]:
-    """Yield the events, and None after every `pause_s` without one."""
     while True:
         coming = asyncio.ensure_future(anext(events, None))
         try:

@@ -97,7 +97,6 @@ class Answer(Response):
 
     @contextmanager
     def _located(self, index: int) -> Iterator[None]:
-        """Add the index of a refused prompt to its error, if there are several."""
         try:
             yield
         except (BadPrompt, PromptTooLong) as error:
@@ -129,7 +128,6 @@ class Answer(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async def relay(index: int, stream: AnswerStream) -> bytes:
-            """Send the events of a stream, except the last ones, which are returned."""
             deltas = first_deltas if stream is streams[0] else await stream.next(self._heartbeat_s)
             while True:
                 pieces = events.write(index, deltas) if deltas else dialect.waiting
@@ -167,7 +165,6 @@ class Answer(Response):
     async def _whole(
         self, prepared: Sequence[PreparedRequest], streams: list[AnswerStream], exchange: Exchange
     ) -> bytes:
-        """Start at most `MAX_STARTED` requests at a time and return the whole answer."""
         self._start(prepared[:MAX_STARTED], streams, exchange)
         choices: list[Choice] = []
         echoes = await self._echoes(streams)
@@ -186,7 +183,6 @@ class Answer(Response):
         return await asyncio.to_thread(spell) if num_bytes > MANY_BYTES else spell()
 
     async def _echoes(self, streams: Sequence[AnswerStream]) -> list[str]:
-        """Return the echoed prompt of each choice; empty without `echo`."""
         if not self._spec.is_echo:
             return [""] * len(self._spec.requests)
         echoes: list[str] = []
@@ -202,7 +198,6 @@ class Answer(Response):
 
 
 def _spell(whole: object) -> bytes:
-    """Encode an answer as JSON, calling the functions in it."""
     return msgspec.json.encode(whole, enc_hook=lambda later: later())
 
 

@@ -36,7 +36,6 @@ PLAIN_TEXT: dict[int | str, dict[str, object]] = {
 
 class Answers:
     def __init__(self, gateway: Gateway, heartbeat_s: float) -> None:
-        """After `heartbeat_s` of silence a stream sends a keep-alive."""
         self._gateway = gateway
         self._heartbeat_s = heartbeat_s
 
@@ -48,11 +47,7 @@ class Answers:
         ignored_fields: tuple[str, ...] | None = None,
         follows: Sequence[int] = (),
     ) -> Answer:
-        """Return the response that continues a text. Raises HearthError.
-
-        `ignored_fields`: those of the client's own body, if `body` is a translation of it. `follows`: tokens
-        of an earlier conversation that come before the prompt.
-        """
+        """`ignored_fields`: those of the client's own body. `follows`: tokens of an earlier conversation."""
         _check_pin(body, request)
         return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields, follows)
 
@@ -64,7 +59,6 @@ class Answers:
         ignored_fields: tuple[str, ...] | None = None,
         follows: Sequence[int] = (),
     ) -> Answer:
-        """Like `completion`, for a conversation."""
         _check_pin(body, request)
         caller = caller_of(request)
         tokenizer = await self._gateway.prompts.tokenizer(body.model, caller) if body.uses_tools else None
@@ -78,7 +72,6 @@ class Answers:
         request: Request,
         ignored_fields: tuple[str, ...] | None = None,
     ) -> Answer:
-        """Like `completion`, for embeddings."""
         _check_pin(body, request)
         return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields)
 

@@ -7,7 +7,7 @@ stops at its first fault: finding all faults of a large body could take seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import islice
@@ -24,6 +24,7 @@ from hearth.api.unread_fields import (
     UnsupportedField,
     refused,
 )
+from hearth.control.requests.generation import ChatPrompt, GenerationRequest
 from hearth.core.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
 from hearth.core.errors import BadGuide, BadSampling, ConfigError
 from hearth.core.types import MAX_LOGPROBS, MAX_PENALTY, MIN_PENALTY, GuideSpec, SamplingParams
@@ -105,20 +106,16 @@ class Strict(BaseModel):
         return self
 
     def value_of(self, name: str) -> object:
-        """Return the effective value of a field; None: not set, or no such field."""
         return getattr(self, name, None)
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """The ignored fields, cut after one more than are reported."""
         return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
 
     def _ignored_fields(self) -> Iterator[str]:
-        """Yield the names of all ignored fields, those of parts included."""
         yield from self.ignored("")
 
     def ignored(self, prefix: str) -> Iterator[str]:
-        """Yield the names of ignored fields that are not null, with `prefix`."""
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in self.unsupported:
                 yield prefix + name
@@ -144,7 +141,6 @@ class OwnBody(Strict):
 
 
 def _refusal(field: str, reason: str) -> PydanticCustomError:
-    """Return pydantic's error for a field, without lone surrogates, which pydantic cannot hold."""
     whole = field.encode(errors="replace").decode()
     return PydanticCustomError(REFUSED_FIELD, "{reason}", {"field": whole, "reason": reason})
 
@@ -297,6 +293,33 @@ class Body(GenerationBody):
         limits = (self.max_completion_tokens, self.max_tokens, self.default_max_tokens)
         return next((limit for limit in limits if limit is not None), None)
 
+    def requests(
+        self,
+        prompts: Sequence[str | list[int] | ChatPrompt],
+        sampling: SamplingParams,
+        guide: GuideSpec | None,
+    ) -> list[GenerationRequest]:
+        """Return a request per answer, those of a prompt together. Each has a seed of its own."""
+        keep_alive_s = self.keep_alive_s()
+        params = [sampling] * self.num_answers
+        if sampling.seed is not None:
+            seeds = (sampling.seed + index for index in range(self.num_answers))
+            params = [replace(sampling, seed=(seed + 2**63) % 2**64 - 2**63) for seed in seeds]
+        return [
+            GenerationRequest(
+                self.model,
+                prompt,
+                one,
+                guide,
+                keep_alive_s=keep_alive_s,
+                tokens_per_s=self.pace,
+                first_token_s=self.first_token_target,
+                is_batch=self.is_batch,
+            )
+            for prompt in prompts
+            for one in params
+        ]
+
     def value_of(self, name: str) -> object:
         return self.token_limit if name == "max_tokens" else super().value_of(name)
 
@@ -320,10 +343,7 @@ class Body(GenerationBody):
             yield from self.structured_outputs.ignored("structured_outputs.")
 
     def guide(self) -> GuideSpec | None:
-        """Return the required format of the output; None: any.
-
-        Raises BadSampling if several formats are given, or `response_format` contradicts itself.
-        """
+        """None: any format. Raises BadSampling if several are given, or they contradict each other."""
         guides = _guides(
             "guided_",
             schema=self.guided_json,
@@ -390,15 +410,6 @@ _SAMPLING = (
 )
 
 
-def seeds(sampling: SamplingParams, num_answers: int) -> list[SamplingParams]:
-    """Return the parameters of each answer, with consecutive seeds: one seed would repeat the answer."""
-    if sampling.seed is None:
-        return [sampling] * num_answers
-    seed = sampling.seed
-    wrapped = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(num_answers)]
-    return [replace(sampling, seed=one) for one in wrapped]
-
-
 def _guides(
     prefix: str,
     schema: dict[str, object] | str | None,
@@ -407,7 +418,6 @@ def _guides(
     grammar: str | None,
     is_object: bool | None = False,
 ) -> dict[str, GuideSpec]:
-    """Return the guides of vLLM's fields, by name."""
     guides = {}
     if schema is not None:
         guides[f"{prefix}json"] = GuideSpec("json_schema", _schema_text(schema))

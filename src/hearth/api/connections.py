@@ -34,10 +34,7 @@ class ConnectionLimits:
 
     @classmethod
     def within(cls, max_open_files: int) -> ConnectionLimits:
-        """Divide the descriptors of a process.
-
-        `max_strangers` descriptors stay free: that many connections can arrive before the first is closed.
-        """
+        """Divide the descriptors of a process. `max_strangers` stay free for connections that arrive."""
         free = max_open_files - min(RESERVED_FILES, max_open_files // 2)
         max_strangers = max(1, min(MAX_STRANGERS, free // 4))
         return cls(max_strangers, max(1, free - 2 * max_strangers))
@@ -55,7 +52,6 @@ class Connections:
         self._logged_s = -LOG_EVERY_S
 
     def add(self, connection: Closable) -> None:
-        """Add an unauthenticated connection; closes the oldest if there are too many."""
         if len(self._strangers) >= self.limits.max_strangers:
             self._close_first(self._strangers)
         self._strangers[connection] = None
@@ -73,13 +69,11 @@ class Connections:
         return True
 
     def answer(self, connection: Closable) -> None:
-        """Mark a known connection as active until `wait`; active ones are not closed."""
         if connection in self._waiting:
             del self._waiting[connection]
             self._answering.add(connection)
 
     def wait(self, connection: Closable) -> None:
-        """Mark a connection as idle."""
         if connection in self._answering:
             self._answering.remove(connection)
             self._waiting[connection] = None

@@ -23,16 +23,12 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9_.,\t -]*")
 
 @dataclass(frozen=True, slots=True)
 class AllowedOrigins:
-    """The allowed origins, in the form that browsers send, or `*`."""
-
     origins: frozenset[str] = frozenset()
 
     def names(self, origin: str) -> bool:
-        """True if an origin is listed itself; `*` does not count."""
         return origin != ANY and origin in self.origins
 
     def headers(self, origin: str | None) -> list[tuple[bytes, bytes]]:
-        """Return the CORS headers of a response; `origin` None: no page sent the request."""
         if not self.origins:
             return []
         told = [(b"vary", b"origin")]
@@ -42,7 +38,6 @@ class AllowedOrigins:
         return told
 
     def preflight(self, method: str, headers: Headers) -> Response | None:
-        """Return the response to a preflight; None: the request is not one."""
         origin = headers.get("origin")
         if method != "OPTIONS" or origin is None or "access-control-request-method" not in headers:
             return None

@@ -19,8 +19,6 @@ from hearth.text.tool_calls import ToolCall, ToolFormat, ToolParser
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Token counts of an answer; a prompt counts once for all its choices."""
-
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int  #: of the prompts
@@ -37,8 +35,6 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One complete answer to a prompt."""
-
     stream: AnswerStream
     deltas: Sequence[TokenDelta]
     echo: str  #: the prompt, if `echo` was requested
@@ -70,8 +66,6 @@ class AnswerEvents(Protocol):
 
 
 class Dialect(Protocol):
-    """Formats the answer to one request."""
-
     @property
     def stream_type(self) -> str: ...
 
@@ -80,10 +74,7 @@ class Dialect(Protocol):
         """The keep-alive of a stream."""
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
-        """Return the complete answer as a value for JSON.
-
-        Parts that take long to format may be functions, which are called later, perhaps on another thread.
-        """
+        """Return a value for JSON. Functions in it are called later, perhaps on another thread."""
 
     def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents: ...
 
@@ -97,8 +88,6 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpec:
-    """The answer that a client requests, and the dialect that formats it."""
-
     dialect: Dialect
     requests: list[GenerationRequest]  #: one per choice; the choices of a prompt are consecutive
     num_answers: int  #: choices per prompt

@@ -17,8 +17,6 @@ _ANTHROPIC_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error of the API, before it is formatted."""
-
     status: int
     message: str
     code: str | None = None  #: a short name for programs
@@ -27,8 +25,7 @@ class Fault:
 
 
 def spell(fault: Fault, path: str) -> bytes:
-    """Return the error object of the API that `path` belongs to."""
-    spelling = next((spelling for start, spelling in _SPELLINGS.items() if _is_below(path, start)), openai)
+    spelling = next((one for start, one in _SPELLINGS.items() if f"{path}/".startswith(f"{start}/")), openai)
     # Not by msgspec: what was given may hold lone surrogates, which need escapes.
     return json.dumps(spelling(fault)).encode()
 
@@ -50,10 +47,6 @@ def ollama(fault: Fault) -> object:
 
 def _wrong_or_broken(fault: Fault, broken: str) -> str:
     return "invalid_request_error" if fault.status < 500 else broken
-
-
-def _is_below(path: str, start: str) -> bool:
-    return path == start or path.startswith(start + "/")
 
 
 #: By the prefix of an API's paths; all others are OpenAI's and Hearth's own.

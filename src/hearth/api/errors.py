@@ -33,7 +33,6 @@ class ErrorBody(BaseModel):
 
 
 def error_responses(model: type[BaseModel]) -> dict[int | str, dict[str, object]]:
-    """Describe the errors of a route in the OpenAPI document."""
     return {
         "4XX": {"model": model, "description": "The request is invalid or not allowed."},
         "5XX": {"model": model, "description": "The service cannot answer now."},
@@ -54,8 +53,6 @@ _CODE_BY_STATUS = {
 
 
 class ErrorResponse(Response):
-    """Formats a fault as the API of the request's path does."""
-
     def __init__(self, fault: Fault, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(spell(fault, ""), fault.status, headers, "application/json")
         self._fault = fault
@@ -171,7 +168,6 @@ def _place(location: Sequence[int | str], body: object, kind: str) -> list[int |
 
 
 def _path(location: Sequence[int | str], body: object, kind: str) -> list[int | str]:
-    """Return `location` without pydantic's names of union members, which are not fields."""
     path: list[int | str] = []
     for part in location:
         try:

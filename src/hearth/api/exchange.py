@@ -1,7 +1,4 @@
-"""One HTTP request and its response: ids, and the headers of every response.
-
-This middleware wraps the guard, so that refused requests have ids and CORS headers, too.
-"""
+"""One HTTP request and its response: ids and headers. Wraps the guard, so that refusals have them, too."""
 
 from __future__ import annotations
 
@@ -47,11 +44,9 @@ class Exchange:
 
     @property
     def own_id(self) -> str:
-        """The service's own id, not the client's."""
         return ",".join(self.request_ids[:MAX_TOLD_IDS]) or self.http_id
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers of every response: ids, rate limits and CORS."""
         own_id, limits = self.own_id, rate_limit_headers(self.rate_status())
         return [
             (b"x-request-id", (self.correlation.client_id or own_id).encode()),
@@ -62,8 +57,6 @@ class Exchange:
 
 
 class Exchanges:
-    """ASGI middleware around the whole API, the guard included."""
-
     def __init__(
         self,
         app: ASGIApp,
@@ -141,7 +134,6 @@ class Exchanges:
         self._on_end(record)
 
     def _route_of(self, scope: Scope) -> tuple[str | None, Mapping[str, str]]:
-        """Return the template and parameters of a path, also for requests that were refused."""
         if (route := scope.get("route")) is not None:
             return route.path_format, scope["path_params"]
         for route in self._routes:

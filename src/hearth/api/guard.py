@@ -1,7 +1,4 @@
-"""Authentication, authorisation and size limits of requests, and the handler of unexpected exceptions.
-
-Plain ASGI, so that it costs streams nothing.
-"""
+"""Authentication, authorisation and size limits. Plain ASGI, so that it costs streams nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ OPEN_PATHS = frozenset(["/", "/health", "/livez", "/readyz", "/version"])
 #: Paths that show the whole service, including the load of other callers.
 MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps"])
 MODELS_PATH = "/hearth/models"  #: listed for all; changes are for admins
-#: vLLM's routes for adapters.
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 #: Scope key of a function to call once the caller is authenticated; it returns False if there is no capacity.
 LET_IN = "hearth.let_in"
@@ -46,8 +42,6 @@ _CALLER = "hearth.caller"  #: scope key, set once the caller is authenticated
 
 
 class Guard:
-    """ASGI middleware around the whole API."""
-
     def __init__(self, app: ASGIApp, gateway: Gateway, max_body_bytes: int, origins: AllowedOrigins) -> None:
         self._app = app
         self._gateway = gateway
@@ -155,8 +149,6 @@ class _IncomingBodies:
 
 
 class _Body:
-    """Counts the body of one request as it arrives."""
-
     def __init__(self, receive: Receive, incoming: _IncomingBodies) -> None:
         self._receive = receive
         self._incoming = incoming
@@ -176,7 +168,6 @@ class _Body:
         return message
 
     def release(self) -> None:
-        """Stop counting the body as in transfer."""
         self._incoming.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
@@ -187,7 +178,6 @@ _NO_ROOM = Overloaded(
 
 
 def _given_keys(headers: Headers) -> list[str]:
-    """Return the distinct keys in OpenAI's and Anthropic's headers."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     bearer = given.strip() if scheme.lower() == "bearer" else ""
     other = headers.get("x-api-key", "").strip()
@@ -201,7 +191,6 @@ def _always() -> bool:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return the authenticated caller of a request."""
     caller = request.scope[_CALLER]
     assert isinstance(caller, Caller), f"{type(caller)=}"
     return caller
@@ -250,10 +239,7 @@ def _is_own(host: str) -> bool:
 
 
 def _foreign_page(headers: Headers, origins: AllowedOrigins) -> Forbidden | None:
-    """Without keys, refuse pages of other sites: they could deploy and remove models (CSRF).
-
-    Allowed origins must be listed by name; `*` would make every web page an admin.
-    """
+    """Without keys, refuse pages of other sites (CSRF), except origins that are listed by name."""
     origin = headers.get("origin")
     if origin is None or origins.names(origin):
         return None

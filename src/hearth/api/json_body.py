@@ -57,7 +57,6 @@ def parse_json(text: bytes) -> object:
 
 
 def count_values(text: bytes) -> None:
-    """Raise TooManyValues for a JSON text with too many values, without parsing it."""
     num_values = num_containers = 0
     is_inside = False  # a string, at the start of a piece
     escape = b""  # a backslash at the end of the last piece
@@ -81,15 +80,10 @@ def count_values(text: bytes) -> None:
 
 
 class JsonRequest(Request):
-    """A request whose `json` is the result of `check`."""
-
     _checked: object = None
 
     async def check(self, check: Callable[[object], object]) -> None:
-        """Parse and check the body, off the event loop if it is large.
-
-        Raises HTTPException for invalid JSON or too many values, and what `check` raises.
-        """
+        """Parse and check the body, off the event loop if it is large. Raises HTTPException."""
         try:
             body = await self.body()
         except ClientDisconnect as error:
@@ -112,8 +106,6 @@ async def off_loop_if_large(request: Request, work: Callable[[], T], num_more_by
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body by `JsonRequest`."""
-
     takes_curl = False  #: accept the content type of a form, which a bare `curl -d` sends
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
@@ -161,7 +153,6 @@ def _parsed(body: bytes) -> object:
 
 
 def _reason(error: ValueError) -> str:
-    """Return Python's reason and position, without its advice."""
     if isinstance(error, json.JSONDecodeError):
         place = f" line {error.lineno} column {error.colno}"
         return f"{error.msg.removesuffix(' at')} at{place}" if error.doc else error.msg
@@ -169,7 +160,6 @@ def _reason(error: ValueError) -> str:
 
 
 def _refuse_other_types(content_type: str) -> None:
-    """Raise HTTPException for content types other than JSON, as forms send; none at all is accepted."""
     kind = content_type.partition(";")[0].strip()
     if not _JSON_TYPE.fullmatch(kind):
         raise HTTPException(

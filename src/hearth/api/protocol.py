@@ -170,7 +170,6 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _let_in(self) -> bool:
-        """Mark the connection as authenticated; False: the limit is reached."""
         if not self._open_connections.let_in(self):
             return False
         if self._is_in_head:  # the whole request arrived before the guard saw it

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 #: pydantic's error type of a refused field, whose name is in the error's context.
 REFUSED_FIELD = "refused_field"
-#: The response header that lists ignored fields.
 IGNORED_FIELDS = "x-hearth-ignored-fields"
 #: Ignored fields of a request that are reported and counted.
 MAX_IGNORED = 16
@@ -52,8 +51,6 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedField:
-    """A field of another server that would change the answer."""
-
     neutral: tuple[object, ...]  #: values that change nothing, besides null
     instead: str  #: what to do
     like: str | None  #: our name of the same field; an equal value is accepted
@@ -222,10 +219,7 @@ def refused(
     unsupported: Mapping[str, UnsupportedField],
     value_of: Callable[[str], object],
 ) -> str | None:
-    """Return the name of an unsupported field that would change the answer, or None.
-
-    `value_of` returns the effective value of a supported field.
-    """
+    """`value_of` returns the effective value of a supported field."""
     for name in sorted(unsupported.keys() & fields.keys()):
         value, field = fields[name], unsupported[name]
         if value is None or value in field.neutral:
@@ -244,5 +238,4 @@ def ignored_fields_header(names: Sequence[str]) -> dict[str, str]:
 
 
 def metric_labels(names: Sequence[str]) -> list[str]:
-    """Return the label of each ignored field, from a closed set."""
     return [name if name in FREQUENT else OTHER for name in names[:MAX_IGNORED]]

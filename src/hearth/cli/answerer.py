@@ -67,8 +67,6 @@ class ServiceAnswerer:
 
 
 class LocalAnswerer:
-    """A model in this process, perhaps with one of its adapters."""
-
     def __init__(self, llm: LLM, adapter: str | None = None) -> None:
         self._llm, self._adapter = llm, adapter
         self.has_chat_template = llm.has_chat_template
@@ -98,8 +96,6 @@ class LocalAdapter:
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """Options for a model in this process; a service has its own configuration."""
-
     device: str = "auto"
     dtype: str = "auto"
     config: Path | None = None

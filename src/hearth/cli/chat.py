@@ -96,7 +96,6 @@ def _talk(
 
 
 def _answer(answerer: Answerer, messages: list[Message], params: SamplingParams) -> str:
-    """Stream an answer to standard output and return it; Ctrl-C stops it early."""
     texts: list[str] = []
     try:
         with closing(answerer.chat(messages, params)) as deltas:

@@ -139,7 +139,6 @@ class Client:
         return self._get("/hearth/models", list[ModelView])
 
     def model(self, name: str, *, look: bool = False) -> ModelView:
-        """`look`: check the source of the model for changes."""
         return self._get(f"/hearth/models/{_segment(name)}{'?look=true' if look else ''}", ModelView)
 
     def ps(self) -> ProcessView:
@@ -232,10 +231,7 @@ class Client:
         is_stream: bool = False,
         has_key: bool = True,
     ) -> Iterator[httpx.Response]:
-        """Yield a response that succeeded or has a status in `may_be`.
-
-        Raises Unreached if the connection fails, also while the response is read.
-        """
+        """Yield a response that succeeded or has a status in `may_be`. Raises Unreached."""
         import httpx
 
         timeout = httpx.Timeout(None, connect=CONNECT_S) if is_stream else self._http.timeout
@@ -256,7 +252,6 @@ class Client:
             raise Unreached(f"the service at `{self.url}` broke off: {reason}; look at its log") from error
 
     def _streamed(self, data: bytes, kind: type[T]) -> T:
-        """Return an event of a stream. Raises the error that the event may be."""
         if b'"error"' in data:
             try:
                 failure = msgspec.json.decode(data, type=_Failure)
@@ -276,7 +271,6 @@ class Client:
 
 
 def _host_of(url: str) -> str:
-    """Return the host of a URL. Raises ConfigError."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port

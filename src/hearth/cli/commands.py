@@ -45,7 +45,6 @@ def whole_app() -> typer.Typer:
 
 
 def _app_for(words: Sequence[str]) -> typer.Typer:
-    """Return the application with the command that `words` name, or with all commands."""
     for module, commands in MODULES.items():
         if words[:1] and words[0] in commands:
             import_module(f"hearth.cli.{module}")
@@ -54,14 +53,12 @@ def _app_for(words: Sequence[str]) -> typer.Typer:
 
 
 def _words() -> Sequence[str]:
-    """Return the arguments of this process; for shell completion, those before the cursor."""
     if "_HEARTH_COMPLETE" not in os.environ:
         return sys.argv[1:]
     return os.environ.get("COMP_WORDS", "").split()[1 : int(os.environ.get("COMP_CWORD") or 0)]
 
 
 def run_command(argv: Sequence[str] | None, template: TemplateProcess | None) -> None:
-    """Run a command and exit. `argv` None: the arguments of this process."""
     app = _app_for(_words()) if argv is None else whole_app()
     try:
         command_of(app)(argv, prog_name="hearth", obj=template)

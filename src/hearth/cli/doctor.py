@@ -20,10 +20,10 @@ from hearth.cli.console import (
     app,
     data_dir_of,
     err,
+    format_origins,
     out,
     print_table,
     resolved,
-    told_origins,
 )
 from hearth.cli.endpoint import recognised
 from hearth.cli.figures import size
@@ -92,7 +92,7 @@ def doctor(
         facts[f"kernel cache {number}"] = (
             f"{cache.path}, {cache.num_entries} kernels, {size(cache.num_bytes)}"
         )
-    facts["settings"] = told_origins(origins) or "all defaults"
+    facts["settings"] = format_origins(origins) or "all defaults"
     facts["snapshots"] = f"{snapshots.number}, {size(snapshots.num_bytes)}"
     facts["models"] = "unknown" if models.num_models is None else f"{models.num_models} deployed"
     facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
@@ -110,8 +110,6 @@ def _disk(store: StoreReport) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ServiceReport:
-    """The service on a data directory. Becomes JSON."""
-
     data_dir: str
     num_models: int | None  #: None: the registry cannot be read
     status: str  #: not running, starting, ok, failing, draining, or why it does not respond

@@ -159,10 +159,7 @@ def _has_direct_reads(directory: Path) -> bool:
 
 
 def cpu_report(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> DeviceReport:
-    """Report the cores and memory of this machine, or of its container if that has less.
-
-    The page cache counts as free memory.
-    """
+    """Report this machine, or its container if that has less. The page cache counts as free memory."""
     machine = _figures(meminfo)
     total_bytes, free_bytes = machine["MemTotal"] * 1024, machine["MemAvailable"] * 1024
     try:
@@ -176,7 +173,6 @@ def cpu_report(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/
 
 
 def _figures(path: Path) -> dict[str, int]:
-    """Return the numbers in a file of /proc or cgroup by their names, in the unit of the file."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
 

@@ -15,7 +15,6 @@ from hearth.core.errors import ConfigError, DataDirError, HearthError, Unreached
 
 #: Time for a starting service to announce itself, which it does before its workers are ready.
 WAIT_S = 60.0
-#: The delay between two checks doubles.
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
 
 
@@ -37,7 +36,6 @@ def running(context: typer.Context, url: str | None, api_key: str | None, data_d
 
 
 def reached(context: typer.Context, url: str | None, api_key: str | None, data_dir: Path) -> Client:
-    """Like `running`, but raises Unreached if there is no service."""
     client = running(context, url, api_key, data_dir)
     if client is None:
         raise Unreached(
@@ -48,10 +46,7 @@ def reached(context: typer.Context, url: str | None, api_key: str | None, data_d
 
 
 def recognised(found: ServiceFile, api_key: str | None, data_dir: Path) -> Client:
-    """Return the service of a data directory after checking its instance id. Raises Unreached.
-
-    The service may run on another machine or in a container, where its address means something else.
-    """
+    """Check the instance id: an address may mean something else on this machine. Raises Unreached."""
     client = Client(found.url, api_key or DataDir(data_dir).read_admin_token(), is_direct=True)
     try:
         is_same = client.health().instance_id == found.instance_id
@@ -68,7 +63,6 @@ def recognised(found: ServiceFile, api_key: str | None, data_dir: Path) -> Clien
 
 
 def service_flags(context: typer.Context, url: str | None, data_dir: Path) -> str:
-    """Return the flags by which another command finds the same service, with a leading space if any."""
     if url is not None:
         return f" --url {shlex.quote(url)}"
     return f" --data-dir {shlex.quote(str(data_dir))}" if is_flag_given(context, "data_dir") else ""

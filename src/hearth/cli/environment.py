@@ -37,7 +37,6 @@ def variable_of(key: str) -> str:
 
 
 def read_environment(environment: Mapping[str, str]) -> EnvironmentSettings:
-    """Return the settings in `environment`; empty variables are ignored. Raises ConfigError."""
     given = {name: text for name, text in environment.items() if name.startswith(PREFIX) and text}
     links = _service_links(given)
     # The short name comes last and wins.
@@ -83,7 +82,6 @@ def _of_models(text: str | None) -> Iterator[tuple[str, object]]:
 
 
 def _unknown(name: str, valid: list[str]) -> str:
-    """Return a note on an unknown variable. Raises ConfigError if it is named like a section."""
     nearest = get_close_matches(name, valid, n=1)
     hint = f"did you mean `{nearest[0]}`?" if nearest else "`hearth config` lists the settings"
     if name.startswith(tuple(variable_of(f"{key.partition('.')[0]}.") for key in setting_keys())):
@@ -92,7 +90,6 @@ def _unknown(name: str, valid: list[str]) -> str:
 
 
 def _service_links(given: Mapping[str, str]) -> set[str]:
-    """Return the variables that Kubernetes set for Services whose names begin with `hearth`."""
     links: set[str] = set()
     for name, text in given.items():
         if not name.endswith("_PORT") or not (url := _SERVICE_URL.fullmatch(text)):

@@ -33,5 +33,4 @@ def _tidy(command: TyperCommand | TyperGroup) -> None:
 
 
 def _filled(text: str) -> str:
-    """Join the lines of each paragraph; indented lines stay as they are."""
     return re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.cleandoc(text))

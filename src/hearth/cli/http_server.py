@@ -15,8 +15,6 @@ from hearth.core.config import ServiceConfig
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that does not handle signals."""
-
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

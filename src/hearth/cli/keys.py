@@ -196,7 +196,6 @@ def rm(name: KnownKey, file: KeysFile = None, data_dir: DataDirectory = DEFAULT_
 
 
 def _note_unknown_models(terms: KeyTerms, data_dir: Path) -> None:
-    """Warn about models that are not deployed; they may be aliases that the service knows."""
     for name in terms.models or ():
         try:
             local_models.find(data_dir, name)
@@ -205,7 +204,6 @@ def _note_unknown_models(terms: KeyTerms, data_dir: Path) -> None:
 
 
 def _tell_of_service(path: Path, data_dir: Path, effect: str) -> None:
-    """Print the effect of a change on the running service, or that it reads another file of keys."""
     try:
         service = running_service(data_dir)
     except DataDirError as error:  # the keys are changed anyway
@@ -230,7 +228,6 @@ def _changed(
     models: str | None,
     service_class: str | None,
 ) -> KeyTerms:
-    """Return the terms with the given options applied. Raises BadParameter."""
     limits = terms.limits
     if rpm is not None:
         limits = replace(limits, requests_per_min=_limit("--rpm", rpm))

@@ -26,7 +26,6 @@ def names(data_dir: Path) -> list[str]:
 
 
 def views(data_dir: Path) -> list[ModelView]:
-    """Return the models of a data directory. Does not create a missing directory."""
     if not DataDir(data_dir).has_registry:
         return []
     with Registry(DataDir.open(data_dir)) as registry:
@@ -35,7 +34,6 @@ def views(data_dir: Path) -> list[ModelView]:
 
 
 def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
-    """Return a model by its name or alias; `look`: check its source for changes. Raises UnknownModel."""
     if not DataDir(data_dir).has_registry:
         Names([], {}).resolve(name)
     with Registry(DataDir.open(data_dir)) as registry:
@@ -61,7 +59,6 @@ def _looked(deployed: Deployed | DeployedAdapter) -> UpstreamView | None:
 
 
 def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[str]:
-    """Return a note on each model of the configuration that is not deployed. Raises ConfigError."""
     deployed: list[Deployed | DeployedAdapter] = []
     if DataDir(data_dir).has_registry:
         with Registry(DataDir.open(data_dir)) as registry:
@@ -73,7 +70,6 @@ def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[
 
 
 def remove(data_dir: Path, name: str, *, with_adapters: bool = False) -> None:
-    """Remove a model and the files that were made for it. Raises UnknownModel, HasAdapters."""
     from hearth.control.deploy.deploy import collect_snapshots, remove_files
 
     if not DataDir(data_dir).has_registry:

@@ -48,8 +48,6 @@ LegendKeys = Mapping[tuple[str, str], str]
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Neighbouring parts of a bar that look alike."""
-
     meaning: str
     key: str
     num_bytes: int
@@ -79,7 +77,6 @@ def keys_of(models: Sequence[ResidentView]) -> LegendKeys:
 
 
 def pool_lines(worker: WorkerView, keys: LegendKeys, signs: Mapping[str, str], width: int) -> Iterator[Text]:
-    """Yield an empty line and the lines of a worker; nothing if it has not reported its memory yet."""
     pool = worker.pool
     if pool is None:
         return
@@ -103,7 +100,6 @@ def pool_lines(worker: WorkerView, keys: LegendKeys, signs: Mapping[str, str], w
 
 
 def fallbacks(worker: WorkerView) -> Iterator[str]:
-    """Yield lines like `fallback address: 1 at another address than planned`."""
     if worker.pool is not None:
         for name, number in sorted(worker.pool.fallbacks.items()):
             if number:
@@ -131,7 +127,6 @@ def _key(worker: str, part: PartView, keys: LegendKeys) -> str:
 
 
 def _cells(sizes: Sequence[int], width: int) -> list[int]:
-    """Return the width of each size in a bar: its share, and at least 1."""
     total = sum(sizes)
     if len(sizes) > width // 2:  # no space for one cell each
         ends = [sum(sizes[: number + 1]) * width // total for number in range(len(sizes))]

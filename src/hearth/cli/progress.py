@@ -33,8 +33,6 @@ class Advance(Protocol):
 
 
 class _OnceKnown(ProgressColumn):
-    """A column that is empty until its value is known; rich would show a question mark."""
-
     def __init__(self, column: ProgressColumn, is_known: Callable[[Task], bool]) -> None:
         super().__init__()
         self._column, self._is_known = column, is_known
@@ -45,7 +43,6 @@ class _OnceKnown(ProgressColumn):
 
 @contextmanager
 def step_bar(title: str) -> Iterator[Advance]:
-    """Show a bar that counts steps; their number may be unknown at first."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

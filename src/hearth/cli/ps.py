@@ -175,7 +175,6 @@ def _print_processes(view: ProcessView) -> None:
 
 
 def _torch_limit(pool: PoolView) -> str | None:
-    """Describe the limit of device memory outside the pool; None: no limit."""
     if pool.torch_limit_bytes is None:
         return None
     how = "measured" if pool.is_torch_limit_measured else "estimated until its models have snapshots"
@@ -198,7 +197,6 @@ def _model_row(model: ResidentView, key: str) -> list[str]:
 
 
 def _adapter_rows(model: ResidentView) -> list[list[str]]:
-    """Return a row for each of the busiest adapters of a model, and one for all others."""
     shown, others = model.adapters[:MAX_ADAPTERS], model.adapters[MAX_ADAPTERS:]
     rows = [
         ["  + " + one.name, "", "", _adapter_state(one), size(one.num_bytes), "", "", str(one.num_running)]

@@ -98,8 +98,6 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _TimedAnswer:
-    """A complete answer with its timings. Becomes JSON."""
-
     text: str
     token_ids: tuple[int, ...]  #: empty from a service, which sends only text
     num_tokens: int
@@ -110,7 +108,6 @@ class _TimedAnswer:
 
 
 def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None, flags: str) -> str:
-    """`flags`: those by which other commands find the service."""
     summary = (
         f"{answer.num_tokens} tokens, {answer.num_tokens / answer.total_s:.1f} tokens/s, "
         f"first after {answer.first_token_s:.2f} s"
@@ -127,7 +124,6 @@ def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None, fl
 def _answer(
     answerer: Answerer, text: str, params: SamplingParams, *, is_chat: bool, quiet: bool
 ) -> _TimedAnswer:
-    """Stream the answer to standard output, unless `quiet`, and return it."""
     texts: list[str] = []
     token_ids: list[int] = []
     num_tokens, finish_reason, request_id, first_token_s = 0, None, None, 0.0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hearth.cli.console import ConfigFile, Device, Settings, app, log_to_terminal, resolved, told_origins
+from hearth.cli.console import ConfigFile, Device, Settings, app, format_origins, log_to_terminal, resolved
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def serve(
     configuration.print_notes()
     log_to_terminal(configuration.config)
     if configuration.origins:
-        log.info("settings %s", told_origins(configuration.origins))
+        log.info("settings %s", format_origins(configuration.origins))
     from hearth.cli.server import run_service
 
     run_service(configuration.config, template=context.obj)

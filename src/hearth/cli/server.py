@@ -42,10 +42,8 @@ def run_service(
     """Serve until SIGTERM or SIGINT; a second signal ends running requests. Signals are ignored afterwards.
 
     `on_ready` is called with the URL once the service answers. `template`: the process that workers are
-    forked from, if it was started before.
-
-    Raises:
-        HearthError: the port is taken, the data directory in use, the device missing, or no worker can start.
+    forked from, if it was started before. Raises HearthError: the port is taken, the data directory in use,
+    the device missing, or no worker can start.
     """
     devices = resolve(config.service)
     check_host_memory(config.store, devices)
@@ -108,10 +106,7 @@ async def _serve(
 
 @asynccontextmanager
 async def _signals_to_end() -> AsyncIterator[asyncio.Queue[int]]:
-    """Yield a queue of SIGTERM and SIGINT; both are ignored afterwards.
-
-    Handlers of the event loop would be dropped when it closes, and a late signal would kill the process.
-    """
+    """Yield a queue of SIGTERM and SIGINT. Both are ignored afterwards: a late one would kill the process."""
     loop, heard = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in END_SIGNALS:
         signal.signal(number, lambda number, _: loop.call_soon_threadsafe(heard.put_nowait, number))
@@ -123,7 +118,6 @@ async def _signals_to_end() -> AsyncIterator[asyncio.Queue[int]]:
 
 
 def _raise_open_files() -> int:
-    """Raise the soft limit of open files and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = max(soft, min(hard, MAX_OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
@@ -143,7 +137,6 @@ async def _drain(gateway: Gateway, signals: asyncio.Queue[int], drain_s: float) 
 
 @contextmanager
 def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
-    """Yield a socket that listens. Raises ConfigError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in service.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -163,7 +156,6 @@ def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """Log to a file as well, unless standard error is that file."""
     if is_open_as(path, STDERR):
         yield
         return
@@ -178,7 +170,6 @@ def _log_file(path: Path) -> Iterator[None]:
 
 
 def _url_of(listener: socket.socket) -> str:
-    """Return the URL for commands on this machine."""
     host, port = listener.getsockname()[:2]
     return f"http://{_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"
 

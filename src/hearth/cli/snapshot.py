@@ -75,8 +75,6 @@ _Named = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A snapshot on disk. Becomes JSON."""
-
     model: str  #: empty: the model is no longer deployed
     path: str
     num_bytes: int
@@ -117,11 +115,10 @@ def make(
     """
     with reached(context, url, api_key, data_dir) as client:
         view = made(client, name)
-    typer.echo(msgspec.json.encode(view) if as_json else told(view))
+    typer.echo(msgspec.json.encode(view) if as_json else summary(view))
 
 
 def made(client: Client, name: str) -> SnapshotView:
-    """Have the service make a snapshot, and show its progress. Raises HearthError."""
     view = None
     with step_bar(f"loading {name}") as advance:
         for event in client.make_snapshot(name):
@@ -135,7 +132,7 @@ def made(client: Client, name: str) -> SnapshotView:
     return view
 
 
-def told(view: SnapshotView) -> str:
+def summary(view: SnapshotView) -> str:
     return (
         f"made a snapshot of {view.model}: {size(view.num_bytes)} in {view.seconds:.1f} s; its worker uses "
         f"{size(view.unbooked_bytes)} outside the pool"
@@ -241,7 +238,6 @@ class _LocalSnapshots:
 
     @staticmethod
     def of(data_dir: Path) -> _LocalSnapshots:
-        """Raises SnapshotError if the key of the directory is broken."""
         names = {one.digest: one.name for one in local_models.views(data_dir)}
         return _LocalSnapshots(SnapshotDirectory.find(DataDir(data_dir).snapshots_path), names)
 
@@ -275,7 +271,6 @@ def _graphs(found: _Found) -> str:
 
 
 def _digest_of(data_dir: Path, name: str) -> str:
-    """Return the digest of a model; for an adapter, that of its base."""
     view = local_models.find(data_dir, name)
     return view.digest if view.base is None else local_models.find(data_dir, view.base).digest
 

@@ -24,7 +24,6 @@ def complete_model(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_base(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of models, without adapters."""
     try:
         return [
             view.name for view in _known(context) if view.base is None and view.name.startswith(incomplete)

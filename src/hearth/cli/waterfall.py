@@ -9,7 +9,6 @@ from hearth.control.observe.views import Explanation, RungView, TimelineSpan
 from hearth.policy.fleet.events import Option
 
 MIN_BAR = 24
-#: Why a request was placed on its worker.
 REASONS = {
     "resident": "the model was loaded and had a free slot",
     "loading": "the model was being loaded there",

@@ -22,13 +22,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from hearth.core.atomic_file import write_file
 from hearth.core.errors import DataDirError
 
 #: Of the layout and of the models in it. A directory of any other version is refused.
@@ -72,11 +72,7 @@ class DataDir:
 
     @staticmethod
     def open(path: str | Path) -> DataDir:
-        """Open the directory; a missing one is created, for its owner alone.
-
-        Raises:
-            DataDirError: the directory has another format version, or cannot be used.
-        """
+        """Open the directory; a missing one is created, for its owner alone. Raises DataDirError."""
         data_dir = DataDir(Path(path).expanduser().absolute())
         with _translated(data_dir.path):
             data_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,11 +84,7 @@ class DataDir:
     @staticmethod
     @contextmanager
     def hold(path: str | Path) -> Iterator[DataDir]:
-        """Hold the directory for one service alone, until the context or the process ends.
-
-        Raises:
-            DataDirError: another service runs on it, or see `open`.
-        """
+        """Hold the directory for one service, until the context or the process ends. Raises DataDirError."""
         data_dir = DataDir.open(path)
         with _translated(data_dir.path):
             # Processes that the service starts do not inherit it, or they could outlive it with the lock.
@@ -111,10 +103,9 @@ class DataDir:
             os.close(lock)
 
     def announce(self, service: ServiceFile, admin_token: str) -> None:
-        """Write the service's address, so that commands on this machine find it."""
         with _translated(self.path):
-            write_private(self._admin_token_path, admin_token)
-            write_private(self._service_path, json.dumps(asdict(service)))
+            write_file(self._admin_token_path, [admin_token.encode()])
+            write_file(self._service_path, [json.dumps(asdict(service)).encode()])
 
     def withdraw(self) -> None:
         for path in (self._service_path, self._admin_token_path):
@@ -122,7 +113,6 @@ class DataDir:
                 path.unlink(missing_ok=True)
 
     def read_admin_token(self) -> str | None:
-        """Return the token of the running service; None: it has ended."""
         with _translated(self.path):
             try:
                 return self._admin_token_path.read_text(encoding="utf-8")
@@ -131,13 +121,12 @@ class DataDir:
 
     @property
     def has_registry(self) -> bool:
-        """True if a model was ever deployed there. Raises DataDirError: it cannot be read."""
         with _translated(self.path):
             return self.registry_path.exists()
 
     def _check_version(self) -> None:
         if not self._version_path.exists():
-            write_private(self._version_path, f"{VERSION}\n")
+            write_file(self._version_path, [f"{VERSION}\n".encode()])
         text = self._version_path.read_text(encoding="utf-8", errors="replace").strip()
         if text != str(VERSION):
             raise DataDirError(
@@ -154,18 +143,13 @@ def running_service(path: str | Path) -> ServiceFile | None:
 
 
 def is_held(path: str | Path) -> bool:
-    """True if a service holds the directory, also one that starts or ends and cannot be reached.
-
-    Raises:
-        DataDirError: the directory cannot be read, such as another user's.
-    """
+    """True if a service holds the directory, also one that cannot be reached. Raises DataDirError."""
     data_dir = DataDir(Path(path).expanduser().absolute())
     with _translated(data_dir.path):
         return is_locked(data_dir._lock_path)
 
 
 def is_locked(path: Path) -> bool:
-    """True while a process holds the lock file exclusively. Raises OSError."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -177,20 +161,6 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(lock)
     return False
-
-
-def write_private(path: Path, text: str) -> None:
-    """Replace a file atomically, readable by its owner only."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(file, "w", encoding="utf-8") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(file)
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _locks(lock: int) -> bool:
@@ -244,7 +214,6 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def _permission_remedy(path: Path) -> str:
-    """Return the remedy for a denied permission: mostly the directory belongs to the service's user."""
     with suppress(OSError, KeyError):  # it cannot be looked at either, or its owner has no name
         if path.stat().st_uid != os.geteuid():
             return f"run this as its owner, like `sudo -u {path.owner()} hearth ...`"

@@ -33,7 +33,6 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.routing import explain_wait
 from hearth.system.crash import end_process
 
-#: The error that a rejected request ends with.
 _ERRORS: dict[RejectReason, type[HearthError]] = {
     RejectReason.UNKNOWN_MODEL: errors.UnknownModel,
     RejectReason.NEVER_FITS: errors.NoCapacity,
@@ -53,16 +52,12 @@ Sink = Callable[[Event, Sequence[Action]], None]
 
 @dataclass(frozen=True, slots=True)
 class HostingStay:
-    """One stay of a model on a worker."""
-
     worker: WorkerId
     hosting: int
 
 
 @dataclass(frozen=True, slots=True)
 class _FinishedRequest:
-    """A request whose client has its last token, before the brain is told."""
-
     at_s: float
     request: ActiveRequest
     reason: FinishReason
@@ -275,7 +270,6 @@ class Driver:
             link.send(order)
 
     def ready_stay(self, model: ModelId) -> HostingStay | None:
-        """Return a stay of a model that is loaded completely; None: there is none."""
         for replica in self.fleet.replicas():
             if replica.model.name == model and replica.is_ready:
                 return HostingStay(replica.worker.name, self._hostings[replica.worker.name, model])
@@ -284,12 +278,10 @@ class Driver:
     # Workers.
 
     def prepare(self, order: messages.PrepareModel) -> None:
-        """Have all workers prepare for a newly deployed model."""
         for worker in self._links:
             self._send_prepare(worker, order)
 
     def forget_adapter(self, adapter: AdapterId) -> None:
-        """Have all workers free the memory of a removed adapter."""
         for worker in self._links:
             self._send(worker, messages.ForgetAdapter(adapter))
 
@@ -411,7 +403,6 @@ class Driver:
             self._finished.append(_FinishedRequest(now_s, request, delta.finish_reason, how))
 
     def _prompt_done(self, now_s: float, request: ActiveRequest) -> None:
-        """End a request of no tokens, whose prompt is computed."""
         reason = request.end_without_tokens
         assert reason is not None, f"{request.request_id} has tokens"
         if request.request_id in self.requests.by_id:  # else cancelled a moment ago

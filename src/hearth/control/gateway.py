@@ -28,7 +28,7 @@ from hearth.control.observe.service_views import ServiceViews
 from hearth.control.observe.timeline import Timeline
 from hearth.control.observe.views import SnapshotView, UnloadView
 from hearth.control.requests.active_request import ActiveRequest
-from hearth.control.requests.caller import Caller, GroupId
+from hearth.control.requests.caller import Caller
 from hearth.control.requests.correlation import UNNAMED, Correlation
 from hearth.control.requests.generation import AnswerStream, GenerationRequest
 from hearth.control.requests.prompts import Prompts
@@ -77,7 +77,6 @@ class Gateway:
         drain_s: float,
         exchange_sinks: Sequence[Callable[[ExchangeRecord], None]] = (),
     ) -> None:
-        """`exchange_sinks` are handed every HTTP exchange that has ended, one after the other."""
         self.deployments, self.prompts, self.views = deployments, prompts, views
         self.keys, self.admissions = keys, admissions
         self.admin_token = secrets.token_urlsafe(32)
@@ -93,10 +92,7 @@ class Gateway:
         """Tokenise, check and charge an admitted request.
 
         Requests that belong together are all prepared before the first is started: if a limit refuses one,
-        nothing was computed for the others.
-
-        Raises:
-            HearthError: the request is wrong, or cannot be taken.
+        nothing was computed for the others. Raises HearthError: the request is wrong, or cannot be taken.
         """
         self._refuse_when_closed()
         caller = admission.caller
@@ -128,11 +124,7 @@ class Gateway:
         )
 
     def start(self, prepared: PreparedRequest, correlation: Correlation = UNNAMED) -> AnswerStream:
-        """Start a request; its answer arrives in the stream.
-
-        Raises:
-            HearthError: it cannot be taken. Nothing was started then.
-        """
+        """Start a request; its answer arrives in the stream. Raises HearthError; nothing was started then."""
         wanted, prompt, caller = prepared.wanted, prepared.prompt, prepared.admission.caller
         self._refuse_when_closed()  # again: others may have been prepared since
         entry = self._current(prepared.entry, prompt, wanted, caller)
@@ -159,13 +151,15 @@ class Gateway:
             adapter=None if adapter is None else adapter.name,
         )
         seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
+        group = caller.group.encode()
+        salt = hashlib.blake2b(group, key=self._salt_secret, digest_size=SALT_BYTES).digest()
         active = ActiveRequest(
             request_id=request_id,
             model=model,
             digest=entry.deployed.digest,
             prompt=prompt,
             sampling=wanted.sampling.resolved(wanted.sampling.stop_ids, seed),
-            salt=self._salt_of(caller.group),
+            salt=salt,
             guide=wanted.guide,
             stream=stream,
             transcript=Transcript(prepared.tokenizer, wanted.sampling, prompt),
@@ -190,16 +184,13 @@ class Gateway:
     # What the API reports.
 
     def count_ignored_fields(self, labels: Sequence[str]) -> None:
-        """Count request fields that Hearth does not read, by labels of a closed set."""
         for label in labels:
             self._metrics.ignored_fields.labels(label).inc()
 
     def count_closed_connection(self) -> None:
-        """Count a connection that was closed because too many were open."""
         self._metrics.connections_closed.inc()
 
     def exchange_ended(self, record: ExchangeRecord) -> None:
-        """Log an HTTP exchange after its last byte was sent, and book how its requests ended."""
         self._driver.book_finished()
         for sink in self._exchange_sinks:
             sink(record)
@@ -217,10 +208,7 @@ class Gateway:
         *,
         is_adapter: bool = False,
     ) -> AsyncGenerator[dict[str, object], None]:
-        """Yield progress; the last event holds the model. Closing the generator cancels the deployment.
-
-        `base`: of an adapter whose config names none. `is_adapter`: refuse a model.
-        """
+        """Yield progress, and last the model. Closing the generator cancels. `is_adapter`: refuse a model."""
         order = DeployOrder(
             source=source,
             name=name,
@@ -238,13 +226,7 @@ class Gateway:
                     yield {"event": "done", "model": event}
 
     async def make_snapshot(self, name: str, caller: Caller) -> AsyncGenerator[dict[str, object], None]:
-        """Make a snapshot of a model now; yield progress, and last what was made. Leaving stops nothing.
-
-        The model first generates one token, so that it is loaded.
-
-        Raises:
-            HearthError: it cannot be loaded, or the snapshot cannot be made.
-        """
+        """Load the model by a request; yield progress, and last the result. Raises HearthError."""
         model = ModelId(self.deployments.find_for(name, caller).deployed.name)
         self._snapshots.check_kept()
         yield _snapshot_progress(SnapshotPhase.LOADING)
@@ -270,7 +252,7 @@ class Gateway:
 
     async def unload(self, name: str, free: bool) -> UnloadView:
         """Keep a model only until its memory is needed, or, with `free`, free it when it is idle."""
-        residents = (await self.views.look()).models  # first: the model may be removed meanwhile
+        residents = (await self.views.fresh_ps()).models  # first: the model may be removed meanwhile
         entry = self.deployments.find(name)
         if entry.adapter is not None:
             raise RequestError(
@@ -294,24 +276,17 @@ class Gateway:
     # The end of the service.
 
     async def drain(self) -> None:
-        """Take no new request and wait until all have ended."""
         self._driver.requests.is_draining = True
         await self._driver.requests.wait_empty()
 
     async def refused(self) -> ConfigError:
-        """Wait until a worker says that its settings are wrong, and return what it says."""
         return await asyncio.shield(self._supervisor.refusal)
 
     def end_all(self, error: HearthError | None = None) -> None:
-        """End all requests that still run, with this error or that of a service which ends."""
         self._driver.requests.is_draining = True
         self._driver.fail_all(
             error or ShuttingDown(f"the service was shut down and waited {self._drain_s:g} s; ask again")
         )
-
-    def _salt_of(self, group: GroupId) -> bytes:
-        """Return the secret that separates a group's cached prefixes from others', on every worker."""
-        return hashlib.blake2b(group.encode(), key=self._salt_secret, digest_size=SALT_BYTES).digest()
 
     def _refuse_when_closed(self) -> None:
         if self._driver.requests.is_draining:
@@ -322,11 +297,7 @@ class Gateway:
     def _current(
         self, entry: CatalogEntry, prompt: tuple[int, ...], wanted: GenerationRequest, caller: Caller
     ) -> CatalogEntry:
-        """Return what has the name of an entry now. An adapter may change: the tokens are the base's.
-
-        Raises:
-            HearthError: the model was replaced or removed, or its context has become too short.
-        """
+        """Return what has the name of an entry now. Raises HearthError if the model has changed."""
         name = entry.name
         current = self.deployments.find(name, caller.terms.models)
         if current.deployed.digest != entry.deployed.digest:

@@ -18,7 +18,6 @@ class IdleCollection:
         self._timer: asyncio.TimerHandle | None = None
 
     def exchange_ended(self, _record: ExchangeRecord) -> None:
-        """Collect garbage if no exchange ends for a while."""
         loop = asyncio.get_running_loop()
         self._ended_s = loop.time()
         if self._timer is None:  # one for all that end meanwhile

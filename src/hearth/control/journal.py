@@ -49,13 +49,9 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Journal:
-    """The file of events, and the one before; together they take `max_bytes`. Mutable; written by the driver.
-
-    Recording stops, logged once, while the disk is full, or if `max_bytes` is too small for a snapshot.
-    """
+    """Two files of `max_bytes` together. Recording stops, logged once, while the disk is full."""
 
     def __init__(self, path: Path, config: BrainConfig, max_bytes: int) -> None:
-        """Begin a file. Raises DataDirError if it cannot be written."""
         self.path = path
         self.is_stopped = False
         self._why_stopped = ""
@@ -80,14 +76,12 @@ class Journal:
 
     @property
     def must_rotate(self) -> bool:
-        """True if the file has reached half of `max_bytes`, or if it is time to try a full disk again."""
         if self.is_stopped:
             return self._now_s >= self._retry_s
         return self._num_bytes >= self._max_bytes // 2
 
     @property
     def note(self) -> str | None:
-        """Why nothing is recorded; None: it is."""
         return f"the journal `{self.path}` has stopped: {self._why_stopped}" if self.is_stopped else None
 
     def rotate(self, fleet: Fleet) -> None:
@@ -123,7 +117,6 @@ class Journal:
 
     @contextmanager
     def flushing_once(self) -> Iterator[None]:
-        """Flush what is recorded in this context once, at its end."""
         self._flushes_each = False
         try:
             yield
@@ -182,13 +175,7 @@ class Replay:
 
 
 def replay(path: Path) -> Replay:
-    """Run the events of a file through a new fleet, or that of its snapshot, until the first difference.
-
-    There is none if the policy is the one that was live.
-
-    Raises:
-        DataDirError: it is no journal, one of another version, or a line is damaged.
-    """
+    """Run the events of a file until the first difference in actions. Raises DataDirError."""
     lines = _lines(path)
     fleet = _first_fleet(path, next(lines, b""))
     num_events = 0
@@ -208,7 +195,6 @@ def replay(path: Path) -> Replay:
 
 
 def decode(line: bytes) -> tuple[Event, list[Action]]:
-    """Return the event and the actions of any line but the first. Raises ValueError, KeyError, TypeError."""
     entry = json.loads(line)
     tag, values = entry["event"]
     actions = [msgspec.convert(order, _ACTIONS[name]) for name, order in entry["actions"]]
@@ -246,7 +232,6 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _first_fleet(path: Path, line: bytes) -> Fleet:
-    """Return the fleet before the first event of a file."""
     try:
         values = json.loads(line)
         version = values["version"]
@@ -266,7 +251,6 @@ def _damaged(path: Path, number: int, error: Exception) -> DataDirError:
 
 
 def _is_infinite(event: Event) -> bool:
-    """True if an event holds an infinite number, which msgspec would write as null. No action does."""
     match event:
         case RequestArrived():
             return event.keep_alive_s == math.inf

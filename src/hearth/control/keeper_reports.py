@@ -24,10 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class KeeperReports:
-    """Mutable; used on the event loop alone.
-
-    A keeper that does not answer may be restarting: it is asked again with the next request or load.
-    """
+    """Mutable; used on the event loop alone. A keeper that does not answer is asked again later."""
 
     def __init__(
         self, keeper: KeeperClient, catalog: Catalog, driver: Driver, interval_s: float = INTERVAL_S

@@ -65,10 +65,8 @@ async def running(
 ) -> AsyncIterator[Gateway]:
     """Run a service: yields a gateway whose workers are starting. Everything ends with the context.
 
-    `first_template`: a template process that was started before; the service owns it from here.
-
-    Raises:
-        HearthError: something that the configuration asks for cannot be had.
+    `first_template`: a template process that was started before; the service owns it from here. Raises
+    HearthError: something that the configuration asks for cannot be had.
     """
     service = config.service
     metrics = Metrics(service.device_hour_price)
@@ -211,7 +209,6 @@ async def running(
 
 
 def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
-    """Make the directory of snapshots and its key, if any are to be kept; return why they cannot be."""
     if config.store.snapshot_bytes:
         try:
             SnapshotDirectory.open(data_dir.snapshots_path, config.store.snapshot_bytes)
@@ -221,7 +218,6 @@ def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
 
 
 def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
-    """Warn about configured host memory that the devices do not use."""
     if devices.kind == "cpu" and config.store.unused_host_bytes:
         log.warning(
             "fallback host_bytes=%d reason=`a CPU holds models in its own memory alone, given: %d` "
@@ -232,11 +228,7 @@ def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
 
 
 def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
-    """Return the API keys; there may be none if only this machine reaches the port.
-
-    Raises:
-        ConfigError: keys are needed, and there is none.
-    """
+    """There may be none if only this machine reaches the port. Raises ConfigError if keys are needed."""
     path = data_dir.keys_path if service.api_keys_file is None else Path(service.api_keys_file).expanduser()
     keys = ApiKeys.load(path)
     if not keys.are_required and not is_loopback(service.host):
@@ -253,8 +245,6 @@ def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
 
 
 class _LinkReceiver:
-    """Passes on what links bring, to the supervisor and to the driver."""
-
     def __init__(self, catalog: Catalog, driver: Driver, decoder: FactDecoder) -> None:
         self.secret = secrets.token_bytes(32)
         self.supervisor: Supervisor | None = None  #: set before a worker can connect

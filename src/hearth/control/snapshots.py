@@ -27,8 +27,6 @@ _UNUSED = (SnapshotOutcome.OUTDATED, SnapshotOutcome.REFUSED, SnapshotOutcome.DI
 
 @dataclass(slots=True)
 class _OrderedSnapshot:
-    """A snapshot that was ordered and is not made yet. Mutable; written by `Snapshots`."""
-
     has_adapters: bool  #: also of steps with adapters
     followers: list[_Follower] = field(default_factory=list)
 
@@ -64,7 +62,6 @@ class Snapshots:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why models started without a snapshot."""
         obstacles = () if self._obstacle is None else (f"no snapshots are kept: {self._obstacle}",)
         return (*obstacles, *self._notes.values())
 
@@ -86,13 +83,11 @@ class Snapshots:
         self._end((worker, model), "the model left device memory")
 
     def loaded(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
-        """Order a snapshot of a model that is loaded completely, if one is wanted and not being made."""
         self._stays[worker, model] = hosting
         if (worker, model) in self._wanted and not any(other == model for _, other in self._makings):
             self._order(worker, model, hosting)
 
     def adapters_deployed(self) -> None:
-        """Remake snapshots without adapter graphs, for models that have adapters now."""
         for worker, model in self._lacking:
             self._want_adapters(worker, model)
 
@@ -163,7 +158,6 @@ class Snapshots:
             self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
 
     def _made_late(self, worker: WorkerId, fact: SnapshotMade) -> None:
-        """Count a snapshot that was written while its model left; delete it if the model was removed."""
         self._tell_made(worker, fact)
         collected = asyncio.get_running_loop().run_in_executor(None, self._collect)
         collected.add_done_callback(_log_files_left)
@@ -186,7 +180,6 @@ class Snapshots:
     # By hand.
 
     def check_kept(self) -> None:
-        """Raise SnapshotError if this service keeps no snapshots."""
         if self._is_off:
             raise SnapshotError(
                 "no snapshots are kept: `store.snapshot_bytes` is 0; raise it and restart the service"
@@ -197,11 +190,7 @@ class Snapshots:
     async def make(
         self, worker: WorkerId, model: ModelId, hosting: int
     ) -> AsyncGenerator[SnapshotProgress | SnapshotMade, None]:
-        """Order a snapshot of a model's stay, or follow the one being made; yield progress and result.
-
-        Raises:
-            SnapshotError: it could not be made.
-        """
+        """Order a snapshot, or follow the one being made; yield progress and result. Raises SnapshotError."""
         follower: _Follower = asyncio.Queue()
         key = (worker, model)
         if key not in self._makings:

@@ -27,8 +27,6 @@ _UNKNOWN = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class StepSigns:
-    """The content of a beacon at a moment."""
-
     num_marks: int
     model: ModelId | None  #: whose step runs; None: none
     longest_s: float | None  #: between two marks of its steps so far; None: nothing was measured yet
@@ -39,7 +37,6 @@ class Beacon:
     """Written by one thread of the worker. A read during a write may mix the two."""
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
-        """`memory` is shared with the supervisor; None: private."""
         self._memory = mmap.mmap(-1, BEACON_BYTES) if memory is None else memory
         view = memoryview(self._memory)
         self._counts, self._seconds = view.cast("Q"), view.cast("d")
@@ -50,14 +47,10 @@ class Beacon:
         return Beacon(mmap.mmap(descriptor, BEACON_BYTES))
 
     def mark(self) -> None:
-        """Count that a step has advanced."""
         self._counts[0] += 1
 
     def show(self, model: ModelId | None, longest_s: float, runs: Sequence[str] | None = None) -> None:
-        """Show whose step runs, and the longest time between two of its marks so far; 0: not measured.
-
-        `runs`: the numbers of the runs with a row in it; None: not known.
-        """
+        """`longest_s` 0: not measured. `runs`: those with a row in the step; None: not known."""
         self._counts[3] = _UNKNOWN  # in case the worker dies before the end
         name = b"" if model is None else model.encode()
         self._seconds[1] = longest_s

@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a number, both inclusive."""
-
     low: float
     high: float = math.inf
 
@@ -41,8 +39,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Duration:
-    """Marks seconds that `parse_duration` reads."""
-
     low_s: float = 0.0
 
 
@@ -233,7 +229,6 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
 
 
 def setting_keys() -> list[str]:
-    """Return the keys of all settings, like "service.port", except those of single models."""
     kinds = _hints_of(HearthConfig)
     return [f"{name}.{key}" for name in kinds if name != "models" for key in _hints_of(kinds[name])]
 
@@ -249,10 +244,7 @@ def keys_in(path: Path) -> list[str]:
 
 
 def from_text(key: str, text: str) -> object:
-    """Convert the text of a shell to a value for `load`. Commas separate the items of a list.
-
-    Text that should be a number and is not is returned as it is, for `load` to refuse.
-    """
+    """Convert text to a value for `load`, which refuses what is wrong. Commas separate items of a list."""
     section, _, name = key.partition(".")
     hint = _hints_of(_hints_of(HearthConfig)[section])[name]
     types = get_args(hint) or (hint,)
@@ -427,7 +419,6 @@ def _table(name: str, value: object) -> dict[str, object]:
 
 
 def _check_section(section: object, name: str) -> None:
-    """Replace every field of a section that is being constructed by its checked value."""
     for key, hint in _hints_of(type(section), include_extras=True).items():
         object.__setattr__(section, key, _checked(f"{name}.{key}", hint, getattr(section, key)))
 
@@ -463,7 +454,6 @@ def _checked(key: str, hint: object, value: object) -> object:
 
 
 def _bytes_text(num_bytes: float) -> str:
-    """Format bytes in the largest unit that divides them: 16MiB, 1B."""
     units = {unit: size for unit, size in UNITS.items() if size <= num_bytes and not num_bytes % size}
     unit = max(units, key=units.__getitem__, default="B")
     return f"{num_bytes / UNITS[unit]:.0f}{unit}"
@@ -490,7 +480,6 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 def _origin(text: str) -> str:
-    """Return an origin in the form that browsers send."""
     if text == "*":
         return text
     origin = text.lower().removesuffix("/")

@@ -274,7 +274,6 @@ class LoadCancelled(StoreError):
 
 
 def error_of(label: str, message: str) -> HearthError:
-    """Return the error that another process sent by its label and message."""
     return _by_label().get(label, HearthError)(message)
 
 

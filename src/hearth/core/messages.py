@@ -154,10 +154,7 @@ class PrepareModel(Struct, frozen=True, tag=True):
 
 
 class HostModel(Struct, frozen=True, tag=True):
-    """Make room for a model and load its missing bytes. Requests may follow at once and wait there.
-
-    From now on the model is promised its memory. A retired model returns.
-    """
+    """Make room for a model, which is promised its memory, and load it. Requests may follow at once."""
 
     model: ModelId
     hosting: int  #: a number of this stay of the model, which every fact about the stay names
@@ -188,20 +185,14 @@ class DropModel(Struct, frozen=True, tag=True):
 
 
 class HoldModel(Struct, frozen=True, tag=True):
-    """Hold a hosted model that has no requests as retained, warm or pinned.
-
-    A newly hosted model is warm, and so is a retained one that gets a request.
-    """
+    """Hold a model without requests as retained, warm or pinned. A new one is warm."""
 
     model: ModelId
     hold: Hold
 
 
 class MakeSnapshot(Struct, frozen=True, tag=True):
-    """Make a snapshot of a hosted model as soon as no model has requests.
-
-    Answered by `SnapshotMade`, success or failure, unless the model's stay ends first.
-    """
+    """Make a snapshot when no model has requests. Answered by `SnapshotMade`, unless the stay ends first."""
 
     model: ModelId
     hosting: int
@@ -247,8 +238,6 @@ class StartRequest(Struct, frozen=True, tag=True):
 
 
 class CancelRequest(Struct, frozen=True, tag=True):
-    """End a run without an answer."""
-
     run: int
 
 
@@ -306,8 +295,6 @@ class LoadProgress(Struct, frozen=True, tag=True):
 
 
 class RungBytes(Struct, frozen=True):
-    """The bytes that a load took from one rung, and how long they took."""
-
     rung: Rung
     num_bytes: int
     seconds: float

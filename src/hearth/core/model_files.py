@@ -1,8 +1,4 @@
-"""Reads the small files of a model, which a stranger may have made: texts and JSON. Knows no field of them.
-
-Before a file is read it is known to be a file, of a limited size, and the model's own. Whatever is wrong is
-raised as the error that the caller names, in a message of a few lines at most.
-"""
+"""Reads small files of untrusted models: limited in size, and the model's own. Raises the caller's error."""
 
 from __future__ import annotations
 
@@ -30,7 +26,6 @@ _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother, _BRIEF.maxlong = 2, 80, 80, 
 
 
 def brief(value: object) -> str:
-    """Return a short form of a value for a message, however long or deep the value is."""
     return _BRIEF.repr(value)[:200]
 
 
@@ -72,7 +67,6 @@ def _is_cached(target: Path) -> bool:
 
 
 def read_text(path: Path, max_bytes: int, error: type[ModelError]) -> str:
-    """Return a file's text, under the conditions of `read_bytes`."""
     content = read_bytes(path, max_bytes, error)
     try:
         return content.decode()
@@ -81,7 +75,6 @@ def read_text(path: Path, max_bytes: int, error: type[ModelError]) -> str:
 
 
 def read_object(path: Path, error: type[ModelError]) -> dict[str, object]:
-    """Return the JSON object in a file, under the conditions of `read_bytes`."""
     content = parse_json(read_text(path, MAX_JSON_BYTES, error), f"`{path}`", error)
     if not isinstance(content, dict):
         raise error(f"`{path}` must hold a JSON object, given: {brief(content)}; fetch it again")
@@ -89,7 +82,6 @@ def read_object(path: Path, error: type[ModelError]) -> dict[str, object]:
 
 
 def parse_json(text: str, where: str, error: type[ModelError]) -> object:
-    """Return the value of a JSON text. `where` is how messages call the text."""
     if len(text) > MAX_JSON_BYTES:
         raise error(f"{where} is too large, limit: {MAX_JSON_BYTES} characters, given: {len(text)}")
     num_nodes = text.count("[") + text.count("{")
@@ -110,7 +102,6 @@ def parse_json(text: str, where: str, error: type[ModelError]) -> object:
 
 
 def _items(node: object) -> list[object]:
-    """Return what an object or list holds that can hold more."""
     items = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     return [item for item in items if type(item) is dict or type(item) is list]  # as JSON has them
 

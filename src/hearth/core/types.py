@@ -51,7 +51,6 @@ class Pace:
 
     @property
     def is_batch(self) -> bool:
-        """True if the request is not interactive."""
         return self.tokens_per_s == 0
 
     @property
@@ -80,8 +79,6 @@ class TurnEnd(StrEnum):
 
 
 class SnapshotOutcome(StrEnum):
-    """The result of using or making a snapshot, as metrics count it."""
-
     MADE = "made"
     FAILED = "failed"  #: none could be made
     USED = "used"
@@ -93,8 +90,6 @@ class SnapshotOutcome(StrEnum):
 
 
 class SnapshotPhase(StrEnum):
-    """Progress of making a snapshot."""
-
     LOADING = "loading"  #: the model, for it has to be there
     WAITING = "waiting"  #: until no model of the worker has requests
     MEASURING = "measuring"  #: steps of all sizes, which captures them
@@ -108,8 +103,6 @@ class SamplingTable(StrEnum):
 
 
 class Pooling(StrEnum):
-    """How the hidden states of a prompt become its embedding."""
-
     LAST = "last"  #: that of the last token, which alone has seen all of them
     MEAN = "mean"  #: the mean over all tokens
 
@@ -237,7 +230,6 @@ def _whole(name: str, value: int, low: float, high: float) -> None:
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    """Raise BadSampling unless the value is in range; with `above` not at the lower bound. NaN never is."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadSampling(f"`{name}` must be a number, given: {value!r}")
     is_inside = (low < value if above else low <= value) and value <= high and not math.isinf(value)
@@ -273,10 +265,7 @@ class RankedLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """The logprobs of all tokens of a prompt but the first.
-
-    Columns of little-endian 4-byte numbers: there may be millions.
-    """
+    """The logprobs of all tokens of a prompt but the first, in columns of little-endian 4-byte numbers."""
 
     num_top: int
     logprobs: bytes  #: float32 [tokens], of the prompt's own tokens

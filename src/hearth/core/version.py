@@ -6,5 +6,4 @@ VERSION = "0.1.0"
 
 
 def hearth_version() -> str:
-    """Return the version, the same for an installed Hearth and for one that runs from its sources."""
     return VERSION

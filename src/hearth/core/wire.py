@@ -39,7 +39,6 @@ def frame(message: Challenge | Order | Fact) -> bytes:
 
 
 def length_of(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
-    """Return the length of a frame's body. Raises ServiceError for a frame beyond the limit."""
     (length,) = HEADER.unpack(header)
     if length > limit_bytes:
         raise ServiceError(
@@ -50,12 +49,10 @@ def length_of(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
 
 
 def order_of(body: bytes) -> Order:
-    """Decode an order. Raises ServiceError for anything else."""
     return _decoded(_orders, body)
 
 
 def fact_of(body: bytes) -> Fact:
-    """Decode a fact. Raises ServiceError for anything else."""
     return _decoded(_facts, body)
 
 
@@ -72,7 +69,6 @@ def proof(secret: bytes, nonce: bytes, worker: WorkerId) -> bytes:
 
 
 def check_hello(hello: WorkerHello, secret: bytes, nonce: bytes) -> Welcome:
-    """Return the gateway's answer. Raises ServiceError: another version, or no proof of the secret."""
     _check_version(hello.version)
     if not hmac.compare_digest(hello.proof, proof(secret, nonce, hello.worker)):
         raise ServiceError(f"`{hello.worker}` does not know the secret of this gateway")
@@ -84,7 +80,6 @@ def check_challenge(challenge: Challenge) -> None:
 
 
 def check_welcome(welcome: Welcome, secret: bytes, nonce: bytes, worker: WorkerId) -> None:
-    """Raise ServiceError if the gateway does not know the secret."""
     if not hmac.compare_digest(welcome.proof, _answer(secret, nonce, worker)):
         raise ServiceError("the gateway does not know the secret of this worker")
 

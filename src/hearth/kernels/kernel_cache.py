@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hearth.core.atomic_file import write_file
 from hearth.core.errors import DeviceError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON, triton
@@ -261,9 +262,4 @@ def _last_used_s(path: Path) -> float:
 
 
 def _write_json(path: Path, value: object) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        temporary.write_text(json.dumps(value), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_file(path, [json.dumps(value).encode()], mode=0o666, syncs=False)

@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as CUDA numbers it, after CUDA_VISIBLE_DEVICES."""
-
     index: int
     name: str
     total_bytes: int
@@ -36,11 +34,9 @@ class Devices:
 
     @property
     def num_sharing(self) -> int:
-        """The most workers that share one device."""
         return -(-self.num_workers // len(self.indices))
 
     def share_of(self, index: int) -> float:
-        """Return a worker's share of its device."""
         num_devices = len(self.indices)
         num_sharing = len(range(index % num_devices, self.num_workers, num_devices))
         return 1.0 / num_sharing
@@ -51,12 +47,7 @@ class Devices:
 
 
 def resolve(service: ServiceConfig) -> Devices:
-    """Return the devices that the configuration means.
-
-    Raises:
-        ConfigError: they can never have the memory that was asked for.
-        DeviceError: CUDA was asked for and there is none.
-    """
+    """Raises ConfigError if the devices never have the memory asked for, and DeviceError."""
     found = [] if service.device == "cpu" else gpus()
     obstacle = "torch was built without CUDA" if found and not _torch_has_cuda() else None
     if found and obstacle is None:
@@ -75,7 +66,6 @@ def resolve(service: ServiceConfig) -> Devices:
 
 
 def check_host_memory(store: StoreConfig, devices: Devices) -> None:
-    """Raise ConfigError if the machine has less memory than the host memory for GPUs."""
     limit_bytes = machine_bytes()
     if devices.kind == "cuda" and store.host_bytes > limit_bytes:
         raise ConfigError(
@@ -85,7 +75,6 @@ def check_host_memory(store: StoreConfig, devices: Devices) -> None:
 
 
 def _check_memory(service: ServiceConfig, num_sharing: int, limit_bytes: int, whose: str) -> None:
-    """Refuse memory that workers which share a device can never have."""
     if service.memory_bytes is None or service.memory_bytes * num_sharing <= limit_bytes:
         return
     shared = "" if num_sharing == 1 else f", which {num_sharing} workers share"

@@ -46,11 +46,7 @@ class KeeperProcess:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start the keeper and wait until it is ready.
-
-        Raises:
-            HearthError: the keeper cannot start, for the reason that it gives.
-        """
+        """Start the keeper and wait until it is ready. Raises HearthError."""
         start_s = self._vigilance.start_s
         self._process = process = await processes.spawn("hearth.store.keeper", self._setup, self._errors)
         assert process.stdout is not None, "asked for a pipe"
@@ -110,7 +106,6 @@ class KeeperProcess:
 
 
 async def hang_of(keeper: Process, heartbeat_s: float, max_silence_s: float) -> str:
-    """Ping the keeper until it hangs, and return how."""
     assert keeper.stdin is not None, "asked for a pipe"
     assert keeper.stdout is not None, "asked for a pipe"
     silence = Silence(heartbeat_s, queued_s(keeper.pid) or 0.0)
@@ -128,7 +123,6 @@ async def hang_of(keeper: Process, heartbeat_s: float, max_silence_s: float) -> 
 
 
 async def _pulse(answers: asyncio.StreamReader, patience_s: float) -> KeeperPulse | None:
-    """Return the next answer; None: none in time, or not a pulse."""
     try:
         async with asyncio.timeout(patience_s):
             while not (line := await answers.readline()):

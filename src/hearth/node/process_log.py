@@ -20,7 +20,6 @@ _READ_BYTES = 64 << 10
 MAX_WAIT_S = 1.0
 #: Time for the last lines, when the processes have ended.
 _CLOSING_S = 1.0
-#: The descriptor of standard error.
 STDERR = 2
 
 
@@ -75,7 +74,6 @@ class ProcessLog:
         os.close(self._file)
 
     def _tell(self, stderr: int, text: bytes) -> int:
-        """Write to standard error until it stalls; return the number of lines left out."""
         for begin in range(0, len(text), select.PIPE_BUF):
             if not _takes(stderr, MAX_WAIT_S):
                 return text.count(b"\n", begin)
@@ -85,13 +83,11 @@ class ProcessLog:
 
 
 def logs_to_stderr() -> bool:
-    """True if this process logs to its standard error, as `hearth serve` does."""
     handlers = (one for one in logging.getLogger().handlers if isinstance(one, logging.StreamHandler))
     return any(handler.stream is sys.stderr for handler in handlers)
 
 
 def is_open_as(path: Path, fd: int) -> bool:
-    """True if a descriptor is open on the file at a path, as after `2>>FILE`."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except OSError:
@@ -99,7 +95,6 @@ def is_open_as(path: Path, fd: int) -> bool:
 
 
 def _takes(fd: int, wait_s: float) -> bool:
-    """Wait until a descriptor can be written, or fails when it is."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(1000 * wait_s))

@@ -34,32 +34,25 @@ ErrorFile = IO[bytes] | int | None
 
 @dataclass(frozen=True, slots=True)
 class Vigilance:
-    """The silences after which a process is killed."""
-
     start_s: float  #: until it is ready
     heartbeat_s: float  #: between two pings
     max_missed: int
 
     @property
     def usual_s(self) -> float:
-        """The longest silence outside of steps."""
         return self.max_missed * self.heartbeat_s
 
     def limit_s(self, signs: StepSigns) -> float:
-        """Return the longest silence of a worker with these signs of life."""
         return self.usual_s if signs.model is None else max_silence_s(self.usual_s, signs.longest_s)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnding:
-    """Why a process ended, in words for people."""
-
     reason: str
     is_final: bool = False  #: a setting is wrong: the next worker would end in the same way
 
 
 def ending_of(code: int, farewell: bytes, killed_for: str | None) -> WorkerEnding:
-    """Return why a process ended: from its exit code, its last words, and why this process killed it."""
     if killed_for is not None:
         return WorkerEnding(killed_for)
     try:
@@ -78,7 +71,6 @@ def _by_signal(number: int) -> str:
 
 
 def restart_delay_s(num_failures: int) -> float:
-    """Return how long to wait before the next process, after so many short lives in a row."""
     if num_failures <= 0:
         return 0.0
     return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_failures - 1, 32))
@@ -88,7 +80,6 @@ class ChildProcess:
     """A child of this process, however it was started; used like asyncio's `Process`."""
 
     def __init__(self, pid: int) -> None:
-        """Watch a process. Raises OSError if it is no child of this one."""
         self.pid = pid
         self._descriptor = os.pidfd_open(pid)
         try:
@@ -176,7 +167,6 @@ async def end(process: WorkerProcess) -> None:
 
 
 async def farewell_of(process: WorkerProcess) -> bytes:
-    """Return the standard output of a process that has ended."""
     assert process.stdout is not None, "asked for a pipe"
     try:  # a process that it started may still hold the pipe
         return await asyncio.wait_for(process.stdout.read(MAX_FAREWELL_BYTES), GOODBYE_S)

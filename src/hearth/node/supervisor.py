@@ -36,10 +36,7 @@ class Supervisor:
         on_outage: Callable[[NoWorkers], None] = lambda error: None,
         template: WorkerTemplate | None = None,
     ) -> None:
-        """`errors`: the file that the processes log to. `on_outage` is called while no worker comes up.
-
-        `template`: kept alive here, and forks the workers; None: each is spawned.
-        """
+        """`on_outage` is called while no worker comes up. `template` None: workers are spawned."""
         self._errors, self._on_outage, self._template = errors, on_outage, template
         self.keeper = KeeperProcess(keeper, vigilance, errors, self._tell_outage)
         self.seats = [
@@ -51,11 +48,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all processes. Returns when the keeper is ready; workers may take longer.
-
-        Raises:
-            HearthError: the keeper cannot start, for the reason that it gives.
-        """
+        """Returns when the keeper is ready; workers may take longer. Raises HearthError."""
         if self._template is not None:  # first: the first workers wait for its imports
             self._tasks.append(run_vital(self._template.keep()))
         await self.keeper.start()

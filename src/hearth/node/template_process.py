@@ -1,8 +1,4 @@
-"""Starts the process that workers are forked from (`worker/template.py`).
-
-Its imports take the largest part of a service's start and depend on nothing. So it is started first, and this
-file imports next to nothing.
-"""
+"""Starts the process that workers are forked from. Imports next to nothing, so that it starts first."""
 
 from __future__ import annotations
 
@@ -18,14 +14,11 @@ COMMAND = ("-P", "-m", "hearth.worker.template")
 
 @dataclass(frozen=True, slots=True)
 class TemplateProcess:
-    """A template process, which may have ended."""
-
     pid: int
     socket: socket.socket  #: over which it is asked for workers, and with which it ends
 
 
 def start_template(errors: int) -> TemplateProcess:
-    """Start a template whose standard error is `errors`. Raises OSError if it cannot be started."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     try:

@@ -17,7 +17,6 @@ from hearth.core.types import WorkerId
 MAX_UNREAD_BYTES = 256 << 10
 #: The most unsent bytes to a worker. It always reads, so more means that it hangs.
 MAX_UNSENT_BYTES = 256 << 20
-#: Time for a peer to say hello.
 GREETING_S = 10.0
 
 log = logging.getLogger(__name__)

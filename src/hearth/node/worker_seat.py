@@ -45,23 +45,17 @@ Launch = Callable[[WorkerSetup, int], Awaitable[WorkerProcess]]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No process: the seat waits for the keeper, or backs off."""
-
     next_try_s: float = 0.0  #: on the clock of `time.monotonic`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Starting:
-    """A process that has not said hello."""
-
     process: WorkerProcess
     beacon: Beacon
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Running:
-    """A process that takes orders over its link."""
-
     process: WorkerProcess
     beacon: Beacon
     link: WorkerLink
@@ -102,8 +96,6 @@ class LeavingProcess:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as users see it."""
-
     worker: WorkerId
     state: Literal["starting", "failing", "ready"]
     pid: int  #: 0: no process
@@ -165,7 +157,6 @@ class WorkerSeat:
         )
 
     def trouble(self) -> str | None:
-        """Say why no worker is ready; None: one is, or the first one starts."""
         if self.is_ready or self._last_ending is None:
             return None
         times = {0: "", 1: " once"}.get(self.num_failed_starts, f" {self.num_failed_starts} times")
@@ -236,7 +227,6 @@ class WorkerSeat:
         raise AssertionError("lives are not counted to an end")
 
     def shut_down(self) -> None:
-        """Ask a running worker to end."""
         if isinstance(self.state, Running):
             self.state.link.send(Shutdown())
 
@@ -282,7 +272,6 @@ class WorkerSeat:
         return Departure(self.worker, process, lived_s, self._greeted.is_set(), killed_for, is_gone)
 
     async def _see_off(self, departed: Departure, next_try_s: float) -> None:
-        """Wait until a process is gone, and note and log why. The next one starts after `next_try_s`."""
         code = await departed.process.wait()
         self._leaving.discard(departed.process)
         ending = processes.ending_of(code, await processes.farewell_of(departed.process), departed.killed_for)
@@ -306,7 +295,6 @@ class WorkerSeat:
         await asyncio.sleep(delay_s)
 
     async def _watch(self, process: WorkerProcess) -> None:
-        """Kill a process that is stuck."""
         start_s = self._vigilance.start_s
         try:
             await asyncio.wait_for(self._greeted.wait(), start_s)
@@ -349,7 +337,6 @@ class WorkerSeat:
 
 
 async def _is_gone(process: WorkerProcess, left: asyncio.Event) -> bool:
-    """Wait until a process has ended, or its connection has; True: the process has ended."""
     gone, leaves = asyncio.create_task(process.wait()), asyncio.create_task(left.wait())
     try:
         await asyncio.wait((gone, leaves), return_when=asyncio.FIRST_COMPLETED)

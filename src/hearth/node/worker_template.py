@@ -37,7 +37,6 @@ MAX_FAILURES = 3
 FORK_S = 5.0
 #: Time for a template that has closed its socket to exit.
 ENDING_S = 5.0
-#: The longest answer that is read.
 _ANSWER_BYTES = 4096
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -77,12 +76,10 @@ class WorkerTemplate:
 
     @property
     def pid(self) -> int | None:
-        """The present template process; None: there is none."""
         return None if self._socket is None or self._process is None else self._process.pid
 
     @property
     def note(self) -> str | None:
-        """Why workers take seconds to start; None: they do not."""
         if self._trouble is None:
             return None
         return f"workers take seconds to start, because there is no template process: {self._trouble}"
@@ -128,7 +125,6 @@ class WorkerTemplate:
         return None
 
     async def _run_one(self) -> str:
-        """Start a template, or take the first one, and wait for its end; return why it ended."""
         self._killed_for = None
         first, self._first = self._first, None
         try:
@@ -165,12 +161,7 @@ class WorkerTemplate:
             return self._killed_for or ending_of(code, b"", None).reason
 
     async def _fork(self, template: socket.socket, beacon: int) -> ForkedWorker:
-        """Fork a worker, which waits for its setup.
-
-        Raises:
-            UnfitTemplate: the template says that it must not fork.
-            OSError: it does not answer, or the worker is not there.
-        """
+        """Fork a worker, which waits for its setup. Raises UnfitTemplate, OSError."""
         their_stdin, stdin = _pipe()
         stdout, their_stdout = _pipe()
         try:
@@ -200,7 +191,6 @@ def _send_setup(worker: ForkedWorker, setup: WorkerSetup) -> None:
 
 
 async def _answer(template: socket.socket, patience_s: float) -> TemplateAnswer:
-    """Return the template's next answer. Raises OSError when it ends, or does not answer in time."""
     try:
         async with asyncio.timeout(patience_s):
             answer = await asyncio.get_running_loop().sock_recv(template, _ANSWER_BYTES)
@@ -218,10 +208,7 @@ def _pipe() -> tuple[IO[bytes], IO[bytes]]:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Make this process the parent of descendants whose parents end meanwhile.
-
-    Only meanwhile: else it would have to reap all that its children leave behind.
-    """
+    """Adopt descendants whose parents end meanwhile; not longer, or all would have to be reaped."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield

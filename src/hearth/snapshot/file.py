@@ -18,11 +18,10 @@ import ctypes
 import errno
 import hmac
 import os
-import secrets
 import stat
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +29,7 @@ from types import TracebackType
 import msgspec
 from blake3 import blake3
 
+from hearth.core.atomic_file import write_file
 from hearth.core.errors import (
     SnapshotCorrupt,
     SnapshotError,
@@ -142,20 +142,6 @@ def write_snapshot(
             ) from error
         raise SnapshotError(f"the snapshot `{path}` cannot be written: {error}") from error
     return num_bytes
-
-
-def write_file(path: Path, parts: Iterable[bytes], place: Callable[[Path, Path], None] = os.replace) -> None:
-    """Write a private file under a temporary name, flush it, and `place` it: it is whole or absent."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "wb") as opened:
-            opened.writelines(parts)
-            opened.flush()
-            os.fsync(file)
-        place(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def open_snapshot(path: Path, key: bytes) -> OpenSnapshot:

@@ -8,8 +8,9 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from hearth.core.atomic_file import write_file
 from hearth.core.errors import SnapshotError
-from hearth.snapshot.file import KEY_BYTES, write_file
+from hearth.snapshot.file import KEY_BYTES
 
 
 def installation_key(path: Path) -> bytes:

@@ -1,7 +1,4 @@
-"""A model's chat templates: messages and tools in, the prompt's text out.
-
-Templates are not trusted and run in processes of their own (`render_pool.py`).
-"""
+"""A model's chat templates. They are not trusted and run in processes of their own (`render_pool.py`)."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ class ChatTemplate:
     """Immutable."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
-        """`sources`: by name; `special_tokens`: by role (`bos_token`, ...); errors name `origin`.
-
-        Raises BadTokenizer. Compiles nothing, see `check`.
-        """
+        """`special_tokens`: by role (`bos_token`, ...). Compiles nothing. Raises BadTokenizer."""
         if DEFAULT not in sources:
             raise BadTokenizer(
                 f"no chat template named `{DEFAULT}` in {origin}, found: {brief(sorted(sources))}; "
@@ -85,7 +79,6 @@ class ChatTemplate:
         return _up_to_mark(text) if continue_final_message else text
 
     def check(self) -> None:
-        """Compile all templates. Raises BadTokenizer."""
         for name in self._sources:
             self._run(name, None, COMPILE_S)
 

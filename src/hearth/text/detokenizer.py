@@ -30,7 +30,6 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()
     ) -> None:
-        """Turn the tokens that follow `prompt` into the text that they add to it."""
         self._tokenizer = tokenizer
         self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._stream = _Window(tokenizer) if tokenizer.spelled is None else _ByteStream(tokenizer.spelled)
@@ -47,7 +46,6 @@ class Detokenizer:
         return self._stream.push_all([token_id for token_id in token_ids if token_id not in hidden])
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of the output."""
         return self._stream.flush()
 
     def _tail(self, prompt: Sequence[int]) -> list[int]:
@@ -62,17 +60,13 @@ class Detokenizer:
         return tail
 
     def _begins_character(self, ids: list[int]) -> bool:
-        """True if a character begins with the first token, and some text that is not dropped."""
         heads = (ids[:size] for size in range(1, 1 + min(len(ids), _MAX_PENDING_TOKENS)))
         texts = (self._tokenizer.decode(head, skip_special_tokens=False) for head in heads)
         return any(text and not text.startswith(REPLACEMENT) for text in texts)
 
 
 def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """Return the text of a prompt; half a character at its end is none yet: the output completes it.
-
-    To decode all at once is many times faster, so only what may end in half a character is read by tokens.
-    """
+    """Half a character at the end is no text yet. Only the end is read token by token, which is slower."""
     num_read, text = len(prompt), tokenizer.decode(prompt, skip_special_tokens)
     while num_read and text.endswith(REPLACEMENT):
         num_read = max(0, num_read - max(_MAX_TAIL_TOKENS, len(prompt) - num_read))

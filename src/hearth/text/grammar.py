@@ -27,7 +27,6 @@ _NAMES = {"lark": "the grammar", "grammar": "the grammar", "regex": "the regular
 
 
 def grammar_of(spec: GuideSpec) -> str:
-    """Return the grammar of a guide. Raises BadGuide for a schema that is none."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -53,20 +52,15 @@ def grammar_of(spec: GuideSpec) -> str:
 
 
 def allowed_escapes(schema: str) -> str:
-    """Return the characters that may follow a backslash in JSON under a schema, as llguidance takes them.
-
-    With `u`, llguidance takes the key `"\\u0061"` for a property other than `a`, which may have any value.
-    """
+    """Without `u`: llguidance takes the key `"\\u0061"` for a property other than `a`, of any value."""
     return 'nrbtf\\"u' if _CONTROL.search(schema) else 'nrbtf\\"'
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Return a grammar, in llguidance's dialect of Lark, of nothing but one of these texts."""
     return f"start: {' | '.join(map(json.dumps, choices))}"
 
 
 def check_guide(spec: GuideSpec) -> None:
-    """Raise BadGuide for a guide that no model could be held to."""
     from llguidance import LLMatcher
 
     if problem := LLMatcher.validate_grammar(grammar_of(spec), limits=parser_limits()):
@@ -74,7 +68,6 @@ def check_guide(spec: GuideSpec) -> None:
 
 
 def parser_limits() -> LLParserLimits:
-    """Return how much work a guide may be for llguidance."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)

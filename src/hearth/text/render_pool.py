@@ -84,7 +84,6 @@ def _restarted(ended: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes]
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """Return the line that a process replies; the line has no end where the process has ended."""
     assert process.stdin is not None, "asked for as a pipe"
     assert process.stdout is not None, "asked for as a pipe"
     try:
@@ -96,7 +95,6 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill a process unless it has ended, close its pipes and return its exit status."""
     process.kill()
     process.communicate()
     return process.returncode

@@ -15,8 +15,6 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """The text that is safe after one more piece of it, and the stop string that ended it."""
-
     text: str  #: safe to send
     stop: str | None = None  #: the stop string that is complete; nothing comes after `text` then
 
@@ -29,7 +27,6 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """Look for `stops`; `include` keeps the one that is found at the end of the text."""
         assert all(stops), f"empty stop string in {stops!r}"
         self._automaton = _automaton(tuple(stops)) if stops else None
         self._include = include
@@ -63,7 +60,6 @@ class StopStrings:
         return self._hold_back(text)
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of the output; empty after a stop."""
         held, self._held = self._held, ""
         return held
 
@@ -79,10 +75,7 @@ ROOT = 0
 
 
 class _Automaton:
-    """The automaton of some stop strings. Immutable once it is built; requests share it.
-
-    A node stands for the text on the way to it from the root: the beginning of a stop string, or all of one.
-    """
+    """A trie of stop strings; a node stands for the text on the way to it. Immutable once built; shared."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._children: list[dict[str, int]] = [{}]  #: by character, of each node
@@ -97,7 +90,6 @@ class _Automaton:
         self.first_chars = frozenset(self._children[ROOT])
 
     def next(self, node: int, char: str) -> int:
-        """Return the node after one more character."""
         while (child := self._children[node].get(char)) is None:
             if node == ROOT:
                 return ROOT

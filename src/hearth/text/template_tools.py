@@ -1,7 +1,4 @@
-"""Rewrites tools, calls and results as plain text for chat templates that do not support them.
-
-Such a template would drop them silently, or refuse a message of role `tool`. Calls become `ToolFormat.JSON`.
-"""
+"""Rewrites tools, calls and results as text for chat templates that would drop or refuse them."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ To call one, answer with nothing but a JSON object: {{"name": <its name>, "argum
 
 @dataclass(frozen=True, slots=True)
 class TemplateTools:
-    """The parts of tool use that a chat template supports, judged by its source."""
-
     has_tools: bool
     has_calls: bool
     has_results: bool
@@ -38,10 +33,7 @@ class TemplateTools:
         return cls(_TOOLS.search(source) is not None, has_calls, has_results)
 
     def in_words(self, messages: Sequence[Message], tools: Sequence[Json] | None) -> Sequence[Message]:
-        """Return the messages with all unsupported parts as text.
-
-        Raises LookupError, TypeError, ValueError or RecursionError for malformed tools or calls.
-        """
+        """Raises LookupError, TypeError, ValueError or RecursionError for malformed tools or calls."""
         if not (self.has_calls and self.has_results):
             messages = self._without_calls(messages)
         if tools and not self.has_tools:
@@ -90,7 +82,6 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Json]) -> list[Mess
 
 
 def _with_calls(message: Message, calls: Sequence[Json]) -> Message:
-    """Put the calls of an assistant message into its text."""
     texts = [text] if (text := _text(message)) else []
     for function in map(_function, calls):
         arguments = function["arguments"]
@@ -102,7 +93,6 @@ def _with_calls(message: Message, calls: Sequence[Json]) -> Message:
 
 
 def _function(part: Json) -> Mapping[str, Json]:
-    """Return the function of a tool or of a call."""
     function = part.get("function") if isinstance(part, Mapping) else None
     if not isinstance(function, Mapping):
         raise TypeError(f"no `function` in: {part!r:.80}")

@@ -23,10 +23,7 @@ class Spelling:
 
 
 class SpelledTokens(dict[int, bytes]):
-    """The bytes of a tokenizer's tokens by their ids, and none for an id outside the vocabulary.
-
-    Spelled when first asked for, and kept: text has the same tokens again and again. Any thread may ask.
-    """
+    """The bytes of tokens by id, made when first needed; empty outside the vocabulary. Thread-safe."""
 
     __slots__ = ("_name_of", "spelling")
 
@@ -42,7 +39,6 @@ class SpelledTokens(dict[int, bytes]):
 
 
 def spelling_of(decoder: Json) -> Spelling | None:
-    """Return the spelling that the `decoder` section of tokenizer.json describes; None: it is no spelling."""
     match decoder:
         case {"type": "ByteLevel"} | {"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}:
             return Spelling(_byte_level)

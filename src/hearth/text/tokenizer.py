@@ -37,20 +37,16 @@ _vocabularies: WeakValueDictionary[bytes, Vocabulary] = WeakValueDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A tokenizer with its chat template, shared by all requests of a model."""
-
     _vocabulary: Vocabulary = field(repr=False)  #: keeps it alive for other models
     _backend: Backend = field(repr=False)
     _chat_template: ChatTemplate | None
     eos_ids: frozenset[int]  #: of all files of the model
-    bos_id: int | None
     special_ids: frozenset[int]  #: what `decode` skips
     #: None: the text of a token depends on its neighbours
     spelled: SpelledTokens | None = field(repr=False)
 
     @staticmethod
     def load(directory: Path) -> Tokenizer:
-        """Read a model's tokenizer. Raises `BadTokenizer` if a file is missing or broken."""
         settings = read_settings(directory)
         with _sound(f"{directory / 'tokenizer.json'} cannot be read"):
             vocabulary = _read_vocabulary(directory, settings)
@@ -60,16 +56,12 @@ class Tokenizer:
             _backend=backend,
             _chat_template=settings.chat_template,
             eos_ids=frozenset([*_role_ids("eos_token", backend, settings), *settings.eos_ids]),
-            bos_id=next(iter([*_role_ids("bos_token", backend, settings), *settings.bos_ids]), None),
             special_ids=vocabulary.special_ids,
             spelled=vocabulary.spelled,
         )
 
-    def try_out(self) -> None:
-        """Raise `BadTokenizer` if the tokenizer panics, its ids are too large or a template does not compile.
-
-        Takes a second for a large vocabulary, so only a deployment checks this.
-        """
+    def check(self) -> None:
+        """Raise BadTokenizer for broken ids or templates. Takes a second, so only deployments check."""
         with _sound("tokenizer.json is of no use"):
             with suppress(Exception):  # an unknown word fails the requests that contain it
                 self._backend.decode(self._backend.encode("Hello").ids)
@@ -105,7 +97,6 @@ class Tokenizer:
                 ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens; ids outside the vocabulary have none."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
@@ -137,10 +128,7 @@ class Tokenizer:
         limit_s: float = RENDER_S,
         **extra: Json,
     ) -> str:
-        """Render a prompt; `extra` are further variables of the template, such as `documents`.
-
-        Tools, calls and results that the template does not support become text.
-        """
+        """`extra`: further variables. Tools and calls that the template does not support become text."""
         if self._chat_template is None:
             raise BadPrompt(
                 "this model has no chat template; send a plain prompt, or add a `chat_template.jinja` to the "
@@ -155,34 +143,15 @@ class Tokenizer:
             **extra,
         )
 
-    def chat_prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Json] | None = None,
-        add_generation_prompt: bool = True,
-        *,
-        continue_final_message: bool = False,
-        limit_s: float = RENDER_S,
-        **extra: Json,
-    ) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of `chat_text`; special tokens are those that the template writes."""
-        text = self.chat_text(
-            messages,
-            tools,
-            add_generation_prompt,
-            continue_final_message=continue_final_message,
-            limit_s=limit_s,
-            **extra,
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.chat_text(messages), add_special_tokens=False)
 
 
-#: Older files of tokenizers.
 _OLD_FILES = {"merges.txt", "spiece.model", "tekken.json", "vocab.json", "vocab.txt"}
 
 
 def _read_vocabulary(directory: Path, settings: Settings) -> Vocabulary:
-    """Return a shared vocabulary of equal files, or a new one."""
     content = _read_tokenizer(directory)
     said = repr((sorted(settings.special_tokens.items()), settings.listed_tokens))
     key = hashlib.blake2b(f"{said}\n{content}".encode(), digest_size=32).digest()
@@ -252,7 +221,6 @@ def _add_listed_tokens(backend: Backend, settings: Settings, directory: Path) ->
 
 
 def _is_known(listed: ListedToken, known: AddedToken | None) -> bool:
-    """True if tokenizer.json has the token as listed; tokens that are special there stay special."""
     return known is not None and known.content == listed.content and known.special >= listed.special
 
 

@@ -1,7 +1,4 @@
-"""Reads the JSON files beside tokenizer.json: special tokens, ids that end an output, chat templates.
-
-Does not read the vocabulary: `tokenizer.py` brings the two together.
-"""
+"""Reads the JSON files beside tokenizer.json: special tokens, ids that end an output, chat templates."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ MAX_END_IDS = 256
 
 @dataclass(frozen=True, slots=True)
 class ListedToken:
-    """A token that tokenizer_config.json lists with its id."""
-
     token_id: int
     content: str
     special: bool
@@ -36,13 +31,11 @@ class ListedToken:
 class Settings:
     special_tokens: Mapping[str, str]  #: by role: `bos_token`, `eos_token`, `pad_token`, ...
     listed_tokens: tuple[ListedToken, ...]  #: by ascending id
-    bos_ids: tuple[int, ...]  #: as the model's own files give them; often none
     eos_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
 
 
 def read_settings(directory: Path) -> Settings:
-    """Read the settings of a model; absent files add nothing. Raises `BadTokenizer` for a broken one."""
     path = directory / "tokenizer_config.json"
     config = _read_object(path)
     special_tokens = _special_tokens(config)
@@ -50,8 +43,7 @@ def read_settings(directory: Path) -> Settings:
     return Settings(
         special_tokens=special_tokens,
         listed_tokens=_listed_tokens(config, path),
-        bos_ids=tuple(i for file in model_files for i in _ids("bos_token_id", file)),
-        eos_ids=tuple(i for file in model_files for i in _ids("eos_token_id", file)),
+        eos_ids=tuple(i for file in model_files for i in _end_ids(file)),
         chat_template=_chat_template(directory, config, special_tokens),
     )
 
@@ -101,16 +93,16 @@ def _listed_token(token_id: str, entry: object, path: Path) -> ListedToken:
     )
 
 
-def _ids(key: str, path: Path) -> list[int]:
-    value = _read_object(path).get(key)
+def _end_ids(path: Path) -> list[int]:
+    value = _read_object(path).get("eos_token_id")
     if value is None:
         return []
     values = value if isinstance(value, list) else [value]
     ids = [i for i in values if isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MAX_TOKEN_ID]
     if len(ids) != len(values) or len(ids) > MAX_END_IDS:
         raise BadTokenizer(
-            f"`{key}` in {path} must be an id up to {MAX_TOKEN_ID}, or a list of at most {MAX_END_IDS} ids, "
-            f"found: {brief(value)}"
+            f"`eos_token_id` in {path} must be an id up to {MAX_TOKEN_ID}, or a list of at most "
+            f"{MAX_END_IDS} ids, found: {brief(value)}"
         )
     return ids
 
@@ -118,7 +110,6 @@ def _ids(key: str, path: Path) -> list[int]:
 def _chat_template(
     directory: Path, config: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the templates: of `chat_template.jinja`, or else of tokenizer_config.json, one or several."""
     path = directory / "chat_template.jinja"
     try:
         source = read_text(path, MAX_TEMPLATE_BYTES, BadTokenizer)

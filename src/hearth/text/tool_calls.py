@@ -86,10 +86,7 @@ def tool_format(template_text: str | None) -> ToolFormat | None:
 def call_grammar(
     format: ToolFormat, tools: Sequence[Tool], *, may_repeat: bool, tags_are_tokens: bool
 ) -> str:
-    """Return a grammar, in llguidance's dialect of Lark, of calls of these tools. Raises BadGuide.
-
-    `tags_are_tokens`: `<tool_call>` is one token, which the grammar must name as a token.
-    """
+    """Return llguidance's Lark of calls. `tags_are_tokens`: `<tool_call>` is one token. Raises BadGuide."""
     key = "parameters" if format is ToolFormat.LLAMA3 else "arguments"
     try:
         calls = " | ".join(_call_rule(tool, key) for tool in tools)
@@ -209,7 +206,6 @@ class ToolParser:
         return parts
 
     def flush(self) -> list[str | ToolCall]:
-        """Return the held text at the end of the answer."""
         parts: list[str | ToolCall] = []
         while self._is_tagged and self._end is not None:
             # An unterminated string may hide the closing tag: ignore strings from here on.
@@ -261,7 +257,6 @@ class ToolParser:
         return start + len(word)
 
     def _read_call(self, end: _CallEnd, text: str, at: int, parts: list[str | ToolCall]) -> int:
-        """Read up to the end of the held call."""
         num_read = end.read(text, at)
         self._held.append(text[at:num_read])
         if end.is_reached:
@@ -271,7 +266,6 @@ class ToolParser:
         return len(text)
 
     def _add_call(self, written: str, parts: list[str | ToolCall]) -> None:
-        """Add `written` as a call, or as text if it is not one."""
         self._end, self._bare_step = None, 0
         if self._is_tagged:
             inside = written[written.index(OPEN) + len(OPEN) :].removesuffix(CLOSE)
@@ -310,7 +304,6 @@ class _CallEnd:
     """Finds the end of a call after its first brace or tag: the closing tag, or the last brace. Mutable."""
 
     def __init__(self, marks: re.Pattern[str], close: str = "") -> None:
-        """`marks`: to find outside strings; `close`: the closing tag."""
         self._marks, self._close = marks, close
         self._is_in_string = False
         self._num_open = 1  #: braces that have not been closed

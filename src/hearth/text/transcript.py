@@ -13,8 +13,6 @@ from hearth.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The text that one token adds to an answer."""
-
     text: str
     finish_reason: FinishReason | None
     offset: int  #: of the token's own text in the answer; `text` may lag behind
@@ -25,7 +23,6 @@ class Transcript:
     """Mutable; owned by one thread. A finish reason ends it."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int]) -> None:
-        """The text is what the answer adds to the text of `prompt`."""
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt)
         self.has_stop_strings = bool(params.stop_strings)
         self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
@@ -35,7 +32,6 @@ class Transcript:
         self._num_chars = 0  #: including held text
 
     def push(self, token: int, finish_reason: FinishReason | None) -> TextDelta:
-        """Add a token; a stop string that it completes ends the answer."""
         self._num_tokens += 1
         is_hidden = finish_reason is FinishReason.STOP and not self._keeps_stop_token
         text = "" if is_hidden else self._detokenizer.push(token)
@@ -54,10 +50,7 @@ class Transcript:
         return TextDelta(safe + rest, finish_reason, offset)
 
     def push_all(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> str:
-        """Add several tokens and return their text; `finish_reason` is that of the last.
-
-        Only for answers without stop strings, which are found token by token.
-        """
+        """Add tokens of an answer without stop strings; `finish_reason` is that of the last."""
         assert not self.has_stop_strings, "stop strings are looked for token by token"
         assert not self._num_tokens, f"{self._num_tokens=} were taken one by one"
         is_hidden = finish_reason is FinishReason.STOP and not self._keeps_stop_token

@@ -201,7 +201,6 @@ def test_the_prompts_of_smollm2_are_those_of_transformers(smollm2: Pair) -> None
 
     assert prompt == smollm2.peer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert smollm2.ours.eos_ids == {smollm2.peer.eos_token_id}
-    assert smollm2.ours.bos_id == smollm2.peer.bos_token_id
     assert smollm2.ours.vocab_size == len(smollm2.peer)
     assert smollm2.ours.special_ids == set(smollm2.peer.all_special_ids) | set(range(17))
 

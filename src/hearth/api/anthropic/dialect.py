@@ -89,7 +89,6 @@ class MessageEvents:
         return b"".join((self._before or self._begin_text(), encode(text), b"}}\n\n")) if text else b""
 
     def _begin_text(self) -> bytes:
-        """Return the event that begins a block, and the prefix of its first text event."""
         index, self._num_blocks = self._num_blocks, self._num_blocks + 1
         self._before = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'

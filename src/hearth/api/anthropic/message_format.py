@@ -15,7 +15,6 @@ MESSAGE_PREFIX = "msg_"
 
 
 def message_object(stream: AnswerStream, usage: TokenUsage) -> dict[str, object]:
-    """Return a message without content."""
     return {
         "id": MESSAGE_PREFIX + stream.request_id,
         "type": "message",
@@ -29,7 +28,6 @@ def message_object(stream: AnswerStream, usage: TokenUsage) -> dict[str, object]
 
 
 def tool_use_block(call: ToolCall, *, is_whole: bool) -> dict[str, object]:
-    """Return the block of a call; in a stream, its input follows in events."""
     return {
         "type": "tool_use",
         "id": f"toolu_{secrets.token_hex(12)}",

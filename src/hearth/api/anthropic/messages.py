@@ -90,7 +90,7 @@ class ToolResultBlock(Strict):
     is_error: bool | None = Field(None, description="The tool failed; the model sees that.")
 
     @property
-    def told(self) -> str:
+    def as_text(self) -> str:
         text = _text(self.content or "")
         return f"Error: {text}" if self.is_error else text
 
@@ -114,10 +114,7 @@ class ConversationMessage(Strict):
     content: Text | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_BLOCKS)]
 
     def messages(self, index: int, name_by_id: dict[str, str]) -> Iterator[MessageBody]:
-        """Yield the messages of chat for this one: there, a tool result is a message of its own.
-
-        `name_by_id`: the tools used so far, by the ids of their blocks; this message adds its own.
-        """
+        """Yield tool results as messages of their own. Adds tools used here to `name_by_id`."""
         if isinstance(self.content, str):
             yield MessageBody(role=self.role, content=self.content)
             return
@@ -140,7 +137,7 @@ class ConversationMessage(Strict):
                         texts = []
                     yield MessageBody(
                         role="tool",
-                        content=block.told,
+                        content=block.as_text,
                         tool_call_id=block.tool_use_id,
                         name=name_by_id.get(block.tool_use_id),
                     )
@@ -235,7 +232,6 @@ class ConversationBody(Strict):
     thinking: Thinking | None = Field(None, description="Ignored: answers have no thinking blocks.")
 
     def chat_body(self) -> ChatBody:
-        """Translate the body. Raises RequestError."""
         return ChatBody.model_validate(self._fields())
 
     def _fields(self) -> dict[str, object]:
@@ -258,7 +254,6 @@ class ConversationBody(Strict):
 
     @property
     def _is_begun(self) -> bool:
-        """True if the last message is the beginning of the answer."""
         return self.messages[-1].role == "assistant"
 
     def _messages(self) -> list[MessageBody]:

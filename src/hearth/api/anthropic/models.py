@@ -11,7 +11,6 @@ from hearth.control.observe.views import ModelView
 
 
 def speaks_anthropic(request: Request) -> bool:
-    """True if a request to a path of both APIs comes from a client of Anthropic."""
     return "anthropic-version" in request.headers
 
 

@@ -53,7 +53,6 @@ class OllamaOptions(Strict):
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
 
     def fields(self) -> dict[str, object]:
-        """Translate the options. Raises BadSampling."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if not all(stops or ()):
             raise BadSampling("`options.stop` contains an empty text; remove it")
@@ -100,7 +99,6 @@ class OllamaBody(Strict):
             raise BadSampling(f"`keep_alive`: {error}") from error
 
     def inner_fields(self) -> dict[str, object]:
-        """Translate the shared fields. Raises RequestError."""
         if self.think:
             raise BadSampling(
                 f"`think` must be false, given: {self.think!r:.80}; thinking is part of the answer's text"

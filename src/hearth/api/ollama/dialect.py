@@ -26,8 +26,6 @@ encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class OllamaFormat:
-    """The JSON around the text of an answer."""
-
     before_text: bytes
     after_text: bytes
 
@@ -72,7 +70,6 @@ class OllamaDialect:
     def ending(
         self, stream: AnswerStream, reason: FinishReason, usage: TokenUsage, deltas: Sequence[TokenDelta]
     ) -> bytes:
-        """Return the end of the last object: reason, counts and durations."""
         told: dict[str, object] = {"done": True, "done_reason": reason}
         if self.has_context:
             told["context"] = [*stream.prompt, *(delta.token for delta in deltas)]
@@ -131,8 +128,6 @@ class OllamaEvents:
 
 @dataclass(frozen=True, slots=True)
 class LoadDialect:
-    """Formats the answer to a request that only loads a model."""
-
     format: OllamaFormat
     model: str  #: the name that the client sent
 
@@ -147,7 +142,6 @@ class LoadDialect:
 
 
 def nothing_done(format: OllamaFormat, model: str, reason: str) -> msgspec.Raw:
-    """Return the answer to a request that only loads or unloads a model."""
     head = encode({"model": model, "created_at": now_text()})[:-1]
     ending = b',"done":true,"done_reason":%b}' % encode(reason)
     return msgspec.Raw(b'%b%b""%b%b' % (head, format.before_text, format.after_text, ending))

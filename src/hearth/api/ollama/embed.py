@@ -31,7 +31,6 @@ class EmbedBody(Strict):
     options: dict[str, object] | None = Field(None, description="Accepted and not used.")
 
     def embedding_body(self) -> EmbeddingBody:
-        """Return the inner request."""
         fields = {"model": self.model, "input": self.input, "keep_alive": self.keep_alive}
         return EmbeddingBody.model_validate(fields)
 
@@ -45,7 +44,6 @@ class LegacyEmbedBody(Strict):
     options: dict[str, object] | None = Field(None, description="Accepted and not used.")
 
     def embedding_body(self) -> EmbeddingBody:
-        """Return the inner request."""
         fields = {"model": self.model, "input": self.prompt, "keep_alive": self.keep_alive}
         return EmbeddingBody.model_validate(fields)
 
@@ -74,8 +72,6 @@ class EmbedDialect:
 
 @dataclass(frozen=True, slots=True)
 class LegacyEmbedDialect:
-    """The older form, with one embedding."""
-
     stream_type = NDJSON_TYPE
     waiting = b""
 

@@ -38,7 +38,6 @@ class GenerateBody(OllamaBody):
         return not self.prompt
 
     def chat_body(self) -> ChatBody:
-        """Translate a prompt for the chat template. Raises RequestError."""
         system = [MessageBody(role="system", content=self.system)] if self.system else []
         messages = [*system, MessageBody(role="user", content=self.prompt)]
         variables = {"enable_thinking": False} if self.think is False else None
@@ -46,7 +45,6 @@ class GenerateBody(OllamaBody):
         return ChatBody.model_validate(self.inner_fields() | fields)
 
     def raw_body(self) -> CompletionBody:
-        """Translate a prompt without a chat template. Raises RequestError."""
         if self.raw and (self.system or self.context):
             given = "system" if self.system else "context"
             raise BadPrompt(f"`raw` takes a prompt that is whole, and no `{given}`; leave one of them out")

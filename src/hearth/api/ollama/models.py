@@ -17,7 +17,6 @@ _LEVEL_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def tagged(name: str) -> str:
-    """Return a name with its tag, by default `latest`."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
@@ -33,7 +32,6 @@ def tag_object(name: str, view: ModelView) -> dict[str, object]:
 
 
 def resident_object(resident: ResidentView, view: ModelView, on_device: bool) -> dict[str, object]:
-    """Format a loaded model; `on_device`: in GPU memory."""
     expires_at = _NEVER
     if resident.expires_in_s is not None:
         expires_at = time_text(datetime.now(UTC) + timedelta(seconds=resident.expires_in_s))
@@ -68,7 +66,6 @@ def show_object(view: ModelView, template: str | None) -> dict[str, object]:
 
 
 def _modelfile(view: ModelView) -> str:
-    """Return a Modelfile; that of an adapter has its base as well."""
     words = f"FROM {view.source}" if view.base is None else f"FROM {view.base}\nADAPTER {view.source}"
     return f"# deployed with Hearth\n{words}\n"
 

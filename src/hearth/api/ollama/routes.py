@@ -96,7 +96,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.get("/api/ps", summary="List the loaded models")
     async def list_residents(request: Request) -> Response:
-        shown = await gateway.views.look()
+        shown = await gateway.views.fresh_ps()
         views = {view.name: view for view in gateway.deployments.models(caller_of(request))}
         kinds = {worker.worker: worker.kind for worker in shown.workers}
         residents = (one for one in shown.models if one.is_hosted and one.model in views)
@@ -165,7 +165,6 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     async def load_or_unload(
         body: OllamaChatBody | GenerateBody, format: OllamaFormat, request: Request
     ) -> Response:
-        """Load a model by a request for one token, or unload it."""
         caller = caller_of(request)
         if not body.has_no_keep_alive:
             least = {"model": body.model, "prompt": [0], "max_tokens": 1, "keep_alive": body.keep_alive}

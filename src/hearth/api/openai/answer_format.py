@@ -15,11 +15,6 @@ from hearth.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The way in which one endpoint spells its answers.
-
-    The bytes are JSON: what stands between a choice's index and its logprobs.
-    """
-
     id_prefix: str
     whole: str  #: `object` of a whole answer
     chunk: str  #: `object` of a chunk

@@ -10,11 +10,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, JsonValue, SkipValidation, model_validator
 
 from hearth.api import unread_fields
-from hearth.api.body import Body, Strict, Text, seeds
+from hearth.api.body import Body, Strict, Text
 from hearth.api.dialect import AnswerSpec, Dialect, ToolUse
 from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
 from hearth.api.unread_fields import UnsupportedField
-from hearth.control.requests.generation import ChatPrompt, GenerationRequest
+from hearth.control.requests.generation import ChatPrompt
 from hearth.core.errors import BadPrompt, BadSampling
 from hearth.core.types import GuideSpec
 from hearth.text.chat_template import Json, Message
@@ -78,7 +78,6 @@ class MessageBody(Strict):
         return self
 
     def message(self, index: int) -> Message:
-        """Return the message for templates: one text, and arguments of calls as objects."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -167,22 +166,9 @@ class ChatBody(Body):
             is_continued=bool(self.continue_final_message),
             extra=self._template_variables(),
         )
-        keep_alive_s = self.keep_alive_s()
         return AnswerSpec(
             dialect=dialect,
-            requests=[
-                GenerationRequest(
-                    self.model,
-                    chat,
-                    params,
-                    guide,
-                    keep_alive_s=keep_alive_s,
-                    tokens_per_s=self.pace,
-                    first_token_s=self.first_token_target,
-                    is_batch=self.is_batch,
-                )
-                for params in seeds(sampling, self.num_answers)
-            ],
+            requests=self.requests([chat], sampling, guide),
             num_answers=self.num_answers,
             is_stream=bool(self.stream),
             tool_use=None if tools is None else tools.use(),
@@ -245,8 +231,6 @@ class ChatBody(Body):
 
 
 class _Tools:
-    """The tools of one request, in the call format of its model."""
-
     def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
         self._body = body
         self._tools: Sequence[ToolBody] = body.tools or []
@@ -269,7 +253,6 @@ class _Tools:
         return ToolUse(self._format, frozenset(tool.function.name for tool in self._tools), max_calls)
 
     def guide(self) -> GuideSpec | None:
-        """Return a grammar of calls if the request requires a call."""
         if self._format is None or not self._demands_call:
             return None
         if self._body.guide() is not None:
@@ -300,7 +283,6 @@ class _Tools:
 
 
 def _as_given(part: Strict) -> dict[str, Json]:
-    """Return the given fields without copying their values."""
     return {name: value for name, value in part if name in part.model_fields_set}
 
 

@@ -9,11 +9,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from hearth.api import unread_fields
-from hearth.api.body import MAX_INT, Body, Text, TokenId, seeds
+from hearth.api.body import MAX_INT, Body, Text, TokenId
 from hearth.api.dialect import AnswerSpec, Dialect
 from hearth.api.json_body import MAX_VALUES
 from hearth.api.unread_fields import UnsupportedField
-from hearth.control.requests.generation import GenerationRequest
 from hearth.core.errors import BadPrompt, BadSampling
 
 #: Choices of one request, of all its prompts in total.
@@ -45,13 +44,12 @@ class CompletionBody(Body):
     best_of: int | None = Field(None, ge=1, le=128, description="Not supported; must be `n`.")
 
     def answer_spec(self, dialect: Dialect) -> AnswerSpec:
-        """Translate the body. Raises RequestError."""
         self._check()
         sampling = self.sampling(self.logprobs)
         if self.echo and self.logprobs is not None:
             num_top = max(self.logprobs, self.prompt_logprobs or 0)
             sampling = replace(sampling, prompt_logprobs=num_top)
-        guide, keep_alive_s = self.guide(), self.keep_alive_s()
+        guide = self.guide()
         prompts = self._prompts()
         if len(prompts) * self.num_answers > MAX_CHOICES:
             raise BadPrompt(
@@ -60,20 +58,7 @@ class CompletionBody(Body):
             )
         return AnswerSpec(
             dialect=dialect,
-            requests=[
-                GenerationRequest(
-                    self.model,
-                    prompt,
-                    params,
-                    guide,
-                    keep_alive_s=keep_alive_s,
-                    tokens_per_s=self.pace,
-                    first_token_s=self.first_token_target,
-                    is_batch=self.is_batch,
-                )
-                for prompt in prompts
-                for params in seeds(sampling, self.num_answers)
-            ],
+            requests=self.requests(prompts, sampling, guide),
             num_answers=self.num_answers,
             is_stream=bool(self.stream),
             is_echo=bool(self.echo),

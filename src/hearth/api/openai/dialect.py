@@ -51,7 +51,6 @@ class CompletionDialect:
         return CompletionEvents(self.format, head, spec, streams, self.includes_usage)
 
     def _identity(self, kind: str, stream: AnswerStream) -> dict[str, object]:
-        """Return the first fields of an answer and its chunks; `stream`: of the first choice."""
         tier = {"service_tier": "flex" if stream.is_batch else "default"} if self.has_service_tier else {}
         return {
             "id": self.format.id_prefix + stream.request_id,

@@ -21,7 +21,6 @@ from hearth.api.unread_fields import UnsupportedField
 from hearth.control.requests.generation import AnswerStream, GenerationRequest
 from hearth.core.types import Pooling, SamplingParams
 
-#: As in OpenAI's API.
 MAX_INPUTS = 2048
 
 
@@ -44,7 +43,6 @@ class EmbeddingBody(ModelBody):
     )
 
     def answer_spec(self, dialect: Dialect) -> AnswerSpec:
-        """Translate the body; each input is a choice."""
         sampling = SamplingParams(temperature=0.0, max_tokens=0)
         keep_alive_s, pooling = self.keep_alive_s(), Pooling(self.pooling or Pooling.LAST)
         return AnswerSpec(
@@ -109,7 +107,6 @@ def json_of(choice: Choice) -> msgspec.Raw:
 
 
 def _vector_of(choice: Choice) -> bytes:
-    """Return the embedding that a choice of an `EmbeddingBody` has."""
     embedding = None if choice.reading is None else choice.reading.embedding
     assert embedding is not None, f"{choice.stream.request_id} has no embedding"
     return embedding

@@ -15,12 +15,10 @@ LEAST = -9999.0
 
 
 def chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> object:
-    """Format logprobs for chat, which never echoes; `num_echoed` is for `completion_logprobs`."""
     return {"content": token_logprobs(tokenizer, deltas), "refusal": None}
 
 
 def token_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta]) -> list[object]:
-    """Return an object per token, for chat and responses."""
     content: list[object] = []
     for delta in deltas:
         if delta.logprobs is not None:
@@ -31,7 +29,6 @@ def token_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta]) -> list[o
 
 
 def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> object:
-    """Format logprobs for completions, after an echoed prompt of `num_echoed` characters."""
     return _columns(_output_rows(tokenizer, deltas, num_echoed))
 
 
@@ -43,10 +40,7 @@ def echoed_logprobs(
     deltas: Sequence[TokenDelta],
     num_echoed: int,
 ) -> object:
-    """Format the logprobs of a prompt and its answer, for completions with `echo`.
-
-    `text_offset` never exceeds the echoed text, which may differ from the text of the prompt's tokens.
-    """
+    """`text_offset` never exceeds the echoed text, which may differ from the text of the prompt's tokens."""
     detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens)
     rows, num_chars, num_top = list[_ScoredToken](), 0, sampling.logprobs or 0
     for token, score in zip(prompt, (None, *scores), strict=True):
@@ -63,7 +57,6 @@ def echoed_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: PromptLogprobs, num_top: int
 ) -> object:
-    """Format the logprobs of a prompt as vLLM does: by token id, the prompt's own first."""
     told: list[object] = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
         own = {token: (score.logprob, score.rank)}
@@ -83,8 +76,6 @@ def prompt_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class _ScoredToken:
-    """One token of an answer; the first of a prompt has no logprobs."""
-
     token: str
     logprob: float | None
     best: dict[str, float] | None
@@ -114,7 +105,6 @@ def _columns(rows: Sequence[_ScoredToken]) -> object:
 
 
 def _best(tokenizer: Tokenizer, token: int, logprob: float, top: Sequence[TokenLogprob]) -> dict[str, float]:
-    """Return the most likely tokens, and the chosen one in any case."""
     best = {_name(tokenizer, one.token_id): _bounded(one.logprob) for one in top}
     return best | {_name(tokenizer, token): _bounded(logprob)}
 

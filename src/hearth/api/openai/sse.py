@@ -71,7 +71,6 @@ class _ChoiceEvents:
         stream: AnswerStream,
         usage: bytes,
     ) -> None:
-        """Each event begins with `head` and ends with `usage`."""
         self._stream = stream
         self._format = format
         self._has_logprobs = spec.has_logprobs
@@ -88,7 +87,6 @@ class _ChoiceEvents:
         self._num_calls = 0
 
     def first(self, echo: str = "") -> bytes:
-        """Return the first events of a choice; `echo`: its prompt, if requested."""
         parts = [] if self._format.first is None else [self._begin + self._format.first + self._end]
         if echo:
             self._num_echoed = len(echo)
@@ -96,7 +94,6 @@ class _ChoiceEvents:
         return b"".join(parts)
 
     def write(self, deltas: Sequence[TokenDelta]) -> bytes:
-        """Return the events for these tokens; nothing for tokens that add no text yet."""
         if self._has_tools or self._has_logprobs:
             return self._write_more(deltas)
         if len(deltas) > MAX_EVENTS:

@@ -133,7 +133,6 @@ class ResponseBody(GenerationBody):
 
     @property
     def items(self) -> list[Item]:
-        """The input as items."""
         if isinstance(self.input, list):
             return list(self.input)
         return [MessageItem(role="user", content=self.input)]
@@ -152,11 +151,7 @@ class ResponseBody(GenerationBody):
         return None if self.reasoning is None else self.reasoning.effort
 
     def chat(self, earlier: Sequence[Item]) -> ChatBody:
-        """Return the same as a body of chat; `earlier`: the items of the responses that it continues.
-
-        Raises:
-            RequestError: the body contradicts itself.
-        """
+        """Translate the body. `earlier`: items of the responses that it continues. Raises RequestError."""
         items = self.items
         self._check(items, earlier)
         messages = messages_of(self.instructions, [*earlier, *items])
@@ -178,11 +173,7 @@ class ResponseBody(GenerationBody):
         return ChatBody.model_validate(given | translated)
 
     def echo(self) -> dict[str, object]:
-        """Return the fields that a response repeats from its request, as values that become JSON.
-
-        Raises:
-            BadPrompt: what the tools or the format hold is no JSON.
-        """
+        """Return the fields that a response repeats from its request. Raises BadPrompt."""
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,

@@ -27,7 +27,6 @@ class ResponseDialect:
     waiting = WAITING
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
-        """Return the response of the last event of a stream of the same tokens."""
         (choice,) = choices
         events = ResponseEvents(self, spec, choice.stream)
         events.write(0, choice.deltas)
@@ -56,7 +55,6 @@ class ResponseDialect:
         }
 
     def ended(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]:
-        """Return the final response, and store it if requested."""
         response = self.response(stream, state)
         if self.keep is not None:
             spelt = msgspec.json.encode(response)

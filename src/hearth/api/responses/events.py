@@ -46,8 +46,6 @@ class ResponseSpelling(Protocol):
 
 @dataclass(slots=True)
 class _OpenMessage:
-    """An incomplete message. Mutable; written by `ResponseEvents`."""
-
     before_text: bytes  #: the beginning of a text event
     texts: list[str] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
@@ -75,7 +73,6 @@ class ResponseEvents:
         return self._event("response.created", begin) + self._event("response.in_progress", begin)
 
     def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
-        """Return the events for these tokens; nothing for tokens that add no text yet."""
         self._finish_reason = deltas[-1].finish_reason
         if not self._is_plain:
             return self._write_more(deltas)
@@ -99,15 +96,11 @@ class ResponseEvents:
         return ending + self._event(f"response.{self._status}", b'"response":' + encode(response))
 
     def end(self, usage: TokenUsage) -> dict[str, object]:
-        """Return the response in the last event of the stream."""
         self._end_output()
         return self._spelling.ended(self._stream, ResponseState(self._status, self._output, usage))
 
     def failed(self, error: HearthError) -> bytes:
-        """Return the end of a failed response, and the event at which clients raise an exception.
-
-        The error's fields are in the event, as OpenAI documents, and in an object inside, as OpenAI sends.
-        """
+        """Return the last events. The error's fields are in the event and in an object inside it."""
         fault = fault_of(error)
         kind = "server_error" if fault.status >= 500 else "invalid_prompt"
         kind = "rate_limit_exceeded" if fault.status == 429 else kind
@@ -126,7 +119,6 @@ class ResponseEvents:
         return "incomplete" if self._finish_reason is FinishReason.LENGTH else "completed"
 
     def _write_more(self, deltas: Sequence[TokenDelta]) -> bytes:
-        """Like `write`, for answers with calls or logprobs."""
         one_by_one = self._has_logprobs or len(deltas) <= MAX_EVENTS
         events: list[bytes] = []
         for group in [[delta] for delta in deltas] if one_by_one else [deltas]:
@@ -159,7 +151,6 @@ class ResponseEvents:
         return self._message
 
     def _end_message(self, status: Literal["completed", "incomplete"]) -> bytes:
-        """End the open message, if any."""
         if self._message is None:
             return b""
         text, logprobs = "".join(self._message.texts), self._message.logprobs
@@ -198,7 +189,6 @@ class ResponseEvents:
         return events
 
     def _end_output(self) -> bytes:
-        """End the last item; an empty answer is a message without text."""
         events: list[bytes] = []
         if self._message is None and not self._output:
             self._begin_message(events)
@@ -218,7 +208,6 @@ class ResponseEvents:
         return self._event(f"response.output_item.{change}", place)
 
     def _event(self, kind: str, inside: bytes) -> bytes:
-        """Return a numbered event; `inside`: the fields of its object, as JSON."""
         number, name = self._num_events, kind.encode()
         self._num_events += 1
         return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%d}\n\n' % (name, name, inside, number)

@@ -1,8 +1,4 @@
-"""The items of a conversation in /v1/responses, and their translation to messages.
-
-A message of chat has the text and the calls of one turn; here each is an item. Clients can send back the
-items of a response unchanged.
-"""
+"""The items of a conversation in /v1/responses, and their translation to messages of chat."""
 
 from __future__ import annotations
 
@@ -47,7 +43,6 @@ def _known_item(item: object) -> object:
 
 
 def _kind(item: object) -> object:
-    """Return the type of an item; one without a type is a message."""
     assert isinstance(item, dict), f"checked before: {type(item)}"
     kind = item.get("type")
     return "message" if kind is None else kind
@@ -150,7 +145,6 @@ def from_stored(items: object) -> list[Item]:
 
 
 def as_stored(items: Iterable[Item], id_prefix: str) -> list[dict[str, object]]:
-    """Return items for JSON, each with its own id or one with `id_prefix`."""
     kept = (item for item in items if not isinstance(item, ReasoningItem))
     return [item.as_stored(f"{id_prefix}_{index}") for index, item in enumerate(kept)]
 
@@ -194,10 +188,7 @@ def _add_call(message: dict[str, object], item: FunctionCallItem) -> None:
 
 
 def check_arguments(items: Sequence[Item], earlier: Sequence[Item]) -> None:
-    """Raise BadPrompt if arguments are not JSON objects, or have too many values in total.
-
-    `earlier` items were checked before, but count.
-    """
+    """Raise BadPrompt for arguments that are no JSON objects, or too large with those of `earlier`."""
     called = (item for item in (*earlier, *items) if isinstance(item, FunctionCallItem))
     written = b",".join(call.arguments.encode() for call in called)
     if len(written) > SMALL_BYTES:

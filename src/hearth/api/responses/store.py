@@ -37,7 +37,6 @@ class StoredResponse:
         return len(self.body) + len(self.input_items) + OVERHEAD_BYTES
 
     def items(self) -> list[Item]:
-        """Return the items of input and output."""
         # Not by msgspec: the body repeats what its client sent, which may hold lone surrogates.
         return from_stored(json.loads(self.input_items) + json.loads(self.body)["output"])
 
@@ -72,7 +71,6 @@ class ResponseStore:
         return response.id in responses
 
     def find(self, group: GroupId, response_id: str) -> StoredResponse:
-        """Return a response of a group. Raises UnknownResponse."""
         self._drop_old()
         return self._use(group, response_id)
 
@@ -84,7 +82,6 @@ class ResponseStore:
         return found[::-1]
 
     def remove(self, group: GroupId, response_id: str) -> None:
-        """Raises UnknownResponse."""
         self.find(group, response_id)
         self._drop(group, response_id)
 

@@ -54,7 +54,6 @@ def find_base(order: DeployOrder, trained_on: str | None, data_dir: DataDir) -> 
 
 
 def _is_meant(model: Deployed, trained_on: str, order: DeployOrder) -> bool:
-    """True if an adapter names this model, or the source that it was deployed from."""
     names = {trained_on}
     with suppress(RequestError):
         names.add(default_name(PathSource(Path(trained_on))))
@@ -63,7 +62,6 @@ def _is_meant(model: Deployed, trained_on: str, order: DeployOrder) -> bool:
 
 
 def check_fit(manifest: AdapterManifest, base: Deployed, kind: str, where: str) -> None:
-    """Raise BadCheckpoint if an adapter was not converted for this base on this kind of device."""
     dtype = computed_dtype(base.facts.dtype, kind)
     if manifest.dimensions != base.facts.dimensions:
         raise BadCheckpoint(

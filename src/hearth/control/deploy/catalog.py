@@ -35,8 +35,6 @@ MAX_PREPARED = 256
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A deployed model with its configuration, possibly with an adapter."""
-
     deployed: Deployed
     config: ModelConfig  #: of the adapter, if there is one
     limits: StepLimits
@@ -47,7 +45,6 @@ class CatalogEntry:
 
     @property
     def name(self) -> str:
-        """The name of the adapter, or else of the model."""
         return self.deployed.name if self.adapter is None else self.adapter.name
 
     @property
@@ -91,10 +88,8 @@ class Catalog:
         """Read the registry. `kind`: of the devices; `budget_bytes`: of each, None: not known yet.
 
         `pace`: of models without one of their own. `takes_turns`: models that do not fit together take turns.
-        `is_served`: False: list adapters for all kinds of devices.
-
-        Raises:
-            ConfigError: the configuration of a model contradicts the model.
+        `is_served`: False: list adapters for all kinds of devices. Raises ConfigError: the configuration of a
+        model contradicts the model.
         """
         self._registry, self._configs = registry, configs
         self._wanted_limits = engine.wanted_limits
@@ -110,7 +105,6 @@ class Catalog:
         self.refresh()
 
     def check_settings(self) -> None:
-        """Raise ConfigError for settings of a model that is not deployed, naming the nearest one."""
         for name, hint in self._names.waiting().items():
             raise ConfigError(
                 f"[models.{name}] has settings for a model that is not deployed ({hint}); correct the name, "
@@ -118,7 +112,6 @@ class Catalog:
             )
 
     def refresh(self) -> None:
-        """Read the registry again."""
         deployed, adapters = self._registry.all(), self._registry.adapters()
         names = Names([*deployed, *adapters], self._configs)
         for adapter in adapters:
@@ -163,14 +156,12 @@ class Catalog:
         return [entry for name, entry in self._entries.items() if entry != before[name]]
 
     def entries(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
-        """Return all models, or those that the allowed names and aliases mean."""
         if allowed is None:
             return list(self._entries.values())
         names = self._names.allowed(allowed)
         return [entry for name, entry in self._entries.items() if name in names]
 
     def adapters(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
-        """Return the adapters that fit their base: all, or those that the allowed names and aliases mean."""
         names = None if allowed is None else self._names.allowed(allowed)
         return [
             self._with_adapter(adapter)
@@ -179,20 +170,13 @@ class Catalog:
         ]
 
     def bases(self) -> set[ModelId]:
-        """Return the models that adapters are deployed on."""
         return {ModelId(adapter.base) for adapter in self._adapters.values()}
 
     def adapter_ids(self) -> set[AdapterId]:
-        """Return the ids of all adapters. Several names may share one."""
         return {adapter.adapter_id for adapter in self._adapters.values()}
 
     def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
-        """Return what an allowed name or alias means.
-
-        Raises:
-            UnknownModel: there is none.
-            UnsupportedModel: an adapter is meant that does not fit its base.
-        """
+        """Raises UnknownModel, and UnsupportedModel for an adapter that does not fit its base."""
         found = self._names.resolve(name, allowed)
         if isinstance(found, Deployed):
             return self._entries[ModelId(found.name)]
@@ -202,7 +186,6 @@ class Catalog:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of models by alias."""
         return {alias: name for name, config in self._configs.items() for alias in config.aliases}
 
     def host_order(self, order: LoadModel, hosting: int) -> HostModel:
@@ -266,7 +249,6 @@ class Catalog:
         return replace(base, config=config, adapter=adapter)
 
     def _misfit(self, adapter: DeployedAdapter) -> str | None:
-        """Return why an adapter cannot be served by its base; None: it can."""
         base = self._entries.get(ModelId(adapter.base))
         if base is None:
             return f"its base `{adapter.base}` is not deployed; deploy that, or the adapter with another"
@@ -315,11 +297,7 @@ class Catalog:
         )
 
     def _limits(self, facts: Facts, config: ModelConfig) -> StepLimits:
-        """Return the limits of a model by the memory that it may have.
-
-        Under a ceiling, a budget that becomes known later never raises them: a ceiling that had room for them
-        still has.
-        """
+        """Return the limits by memory. Under a ceiling, a budget that is known later never raises them."""
         bounds = [bound for bound in (self._budget_bytes, config.memory_ceiling_bytes) if bound is not None]
         dtype, budget_bytes = computed_dtype(facts.dtype, self.kind), min(bounds, default=None)
         return step_limits(self._wanted_limits, facts.dimensions, dtype, self.kind, budget_bytes)
@@ -355,7 +333,6 @@ def _adapter_view(entry: CatalogEntry, adapter: DeployedAdapter, base: ModelView
 
 
 def _check_adapter_config(name: str, config: ModelConfig) -> None:
-    """Raise ConfigError for settings that only a whole model can have."""
     known = ("aliases", "pinned", "latency_weight")
     plain = ModelConfig(**{field: getattr(config, field) for field in known})
     if config != plain:

@@ -84,8 +84,6 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The first line that the deploying process reads from its standard input."""
-
     order: DeployOrder
     data_dir: str
 
@@ -96,10 +94,8 @@ async def deploying(
     """Carry out an order; the last event is DeployDone. Closing the generator cancels it.
 
     The consumer registers the model before it asks for more after DeployDone, or the files are deleted.
-    `errors`: where the process logs to; None: to the log file of the data directory.
-
-    Raises:
-        HearthError: it cannot be done; nothing has changed then.
+    `errors`: where the process logs to; None: to the log file of the data directory. Raises HearthError: it
+    cannot be done; nothing has changed then.
     """
     done = None
     with _under_way(data_dir) as lock, data_dir.log_path.open("ab") as log_file:
@@ -115,7 +111,7 @@ async def deploying(
         assert process.stdin is not None, "asked for as a pipe"
         assert process.stdout is not None, "asked for as a pipe"
         try:
-            process.stdin.write(_task_line(order, data_dir))
+            process.stdin.write(msgspec.json.encode(Task(order, str(data_dir.path))) + b"\n")
             async for line in process.stdout:
                 event = _event_of(line)
                 if isinstance(event, DeployProgress):
@@ -139,7 +135,6 @@ async def deploying(
 
 
 def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEvent, None, None]:
-    """Run `deploying` in a program that has no event loop."""
     events = deploying(order, data_dir)
     with asyncio.Runner() as runner:
         try:
@@ -202,10 +197,7 @@ def remove_files(location: ModelLocation, data_dir: DataDir) -> None:
 
 
 def collect(data_dir: DataDir, registry: Registry) -> None:
-    """Delete directories of deployments that are not registered. Called before the service offers anything.
-
-    While a deployment runs, here or in an orphaned process, nothing is deleted.
-    """
+    """Delete directories that are not registered, unless a deployment runs. Called when a service starts."""
     with _opened_lock(data_dir) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,7 +241,6 @@ def clear_snapshots(data_dir: DataDir) -> None:
 
 
 def _clear_refused(deployed: Deployed | DeployedAdapter, data_dir: DataDir) -> None:
-    """Delete a model that was not registered, unless its files are the user's own."""
     if deployed.source != deployed.directory:
         remove_files(deployed.location, data_dir)
 
@@ -268,7 +259,6 @@ def _under_way(data_dir: DataDir) -> Iterator[int]:
 
 @contextmanager
 def _opened_lock(data_dir: DataDir) -> Iterator[int]:
-    """Open the lock that running deployments share. Raises DataDirError."""
     path = data_dir.run_path / "deploying"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -289,12 +279,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _task_line(order: DeployOrder, data_dir: DataDir) -> bytes:
-    return msgspec.json.encode(Task(order, str(data_dir.path))) + b"\n"
-
-
 def _event_of(line: bytes) -> DeployEvent:
-    """Return the event of a line. Raises the error that the process reports."""
     match msgspec.json.decode(line):
         case {"event": "progress", "phase": str(phase), "done_bytes": int(done), "total_bytes": int(total)}:
             return DeployProgress(phase, done, total)

@@ -11,16 +11,12 @@ from hearth.policy.fleet.footprint import Facts
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """Where a model is loaded from, and where its small files lie."""
-
     where: str  #: the directory or URL that it is loaded from
     directory: str  #: where its manifest and its tokenizer lie: `where`, or the local copy of a URL's
 
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """A model that the service offers. Becomes JSON."""
-
     name: str
     source: str  #: what it was deployed from
     where: str  #: this and the next as in `ModelLocation`
@@ -36,8 +32,6 @@ class Deployed:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """Sizes and properties of a deployed adapter, known without opening it. Becomes JSON."""
-
     num_bytes: int
     num_parameters: int
     dtype: str  #: that its base is computed in
@@ -48,8 +42,6 @@ class AdapterFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeployedAdapter:
-    """A LoRA adapter that the service offers beside its base. Becomes JSON."""
-
     name: str
     base: str  #: the name of the model that it changes
     source: str  #: this and the next as in `Deployed`
@@ -68,7 +60,6 @@ class DeployedAdapter:
         return self.facts.num_bytes
 
     def fits(self, base: Facts) -> bool:
-        """True if a model of these facts can be its base on some device: a CPU computes in float32."""
         facts = self.facts
         return facts.dimensions == base.dimensions and facts.dtype in (base.dtype, "float32")
 

@@ -51,7 +51,6 @@ from hearth.store.tiers.tiers import Tiers
 from hearth.store.tiers.upstream import Upstream, write_upstream
 from hearth.text.tokenizer import Tokenizer
 
-#: The time between two reports of progress.
 _REPORT_EVERY_S = 0.1
 #: Time to clean up after the order was cancelled.
 _CLEARING_S = 20.0
@@ -67,8 +66,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A converted model or adapter where it will be loaded from."""
-
     where: str
     directory: Path
     manifest: StoredManifest
@@ -79,11 +76,7 @@ class _Placed:
 
 
 def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) -> Deployed | DeployedAdapter:
-    """Put the model or adapter in place and return it.
-
-    Raises:
-        HearthError: it cannot be done; nothing has changed then.
-    """
+    """Raises HearthError; nothing has changed then."""
     source = parse_source(order.source)
     name = check_name(default_name(source) if order.name is None else order.name)
     _refuse_taken(name, order.overwrite, data_dir)
@@ -119,7 +112,6 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
 def _described(
     name: str, source: str, placed: _Placed, order: DeployOrder, data_dir: DataDir
 ) -> Deployed | DeployedAdapter:
-    """Return what is in place, with its facts. Raises if it cannot be served."""
     manifest = placed.manifest
     where, directory, now_s = placed.where, str(placed.directory), time.time()
     if isinstance(manifest, AdapterManifest):
@@ -130,7 +122,7 @@ def _described(
     if order.is_adapter:
         raise RequestError(f"`{source}` is a model and no adapter; deploy it without a base")
     tokenizer = Tokenizer.load(placed.directory)
-    tokenizer.try_out()
+    tokenizer.check()
     facts_of_model = facts_of(of_model(manifest, where), tokenizer)
     return Deployed(name, source, where, directory, manifest.digest, facts_of_model, now_s)
 
@@ -252,7 +244,6 @@ def _convert_adapter(
 
 
 def _checked_tokenizer(path: Path) -> Tokenizer:
-    """Read the tokenizer before converting: a model without one cannot be served."""
     from hearth.store.format.convert import open_source  # loads torch, as above
 
     with open_source(path) as source, tempfile.TemporaryDirectory() as texts:
@@ -260,7 +251,7 @@ def _checked_tokenizer(path: Path) -> Tokenizer:
             for name, content in source.text_files().items():
                 (Path(texts) / name).write_bytes(content)
         tokenizer = Tokenizer.load(path if path.is_dir() else Path(texts))
-        tokenizer.try_out()
+        tokenizer.check()
         return tokenizer
 
 
@@ -307,13 +298,11 @@ def _ignore_interrupts() -> None:
 
 
 def _printable(reason: str) -> str:
-    """Return a reason cut to length and encodable as UTF-8."""
     cut = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]} ..."
     return cut.encode(errors="backslashreplace").decode()
 
 
 def _work(task: Task, reporter: _Reporter) -> int:
-    """Carry out the task, report the result, and return the exit code."""
     try:
         deployed = carry_out(task.order, DataDir.open(task.data_dir), reporter.progress)
     except KeyboardInterrupt:

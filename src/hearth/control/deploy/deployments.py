@@ -53,7 +53,6 @@ class Deployments:
         data_dir: DataDir,
         errors: int | None = None,
     ) -> None:
-        """`errors`: where deploying processes log to, as in `deploying`."""
         self._errors = errors
         self._registry, self._catalog, self._driver = registry, catalog, driver
         self._keeper, self._data_dir = keeper, data_dir
@@ -73,25 +72,19 @@ class Deployments:
         return self._catalog.adapters(allowed)
 
     def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
-        """Return what an allowed name or alias means, as `Catalog.find` does."""
         self._follow()
         return self._catalog.find(name, allowed)
 
     # Models as callers see them: those that their keys may use.
 
     def find_for(self, name: str, caller: Caller) -> CatalogEntry:
-        """Return what a name or alias means to a caller, and note it in the current exchange's record.
-
-        Raises:
-            UnknownModel: there is none, or the caller's key may not use it.
-        """
+        """Like `find`, for a caller; notes the model in the exchange's record. Raises UnknownModel."""
         entry = self.find(name, caller.terms.models)
         if (exchange := current_exchange()) is not None:
             exchange.model = entry.name
         return entry
 
     def models(self, caller: Caller) -> list[ModelView]:
-        """Return the models, then the adapters."""
         allowed = caller.terms.models
         return [self._catalog.view(entry) for entry in (*self.entries(allowed), *self.adapters(allowed))]
 
@@ -99,15 +92,11 @@ class Deployments:
         return self._catalog.view(self.find_for(name, caller))
 
     def may_use(self, model: str, caller: Caller) -> bool:
-        """True if a caller's key allows a model, which may have been removed."""
         allowed = caller.terms.models
         return allowed is None or model in {*allowed, *(view.name for view in self.models(caller))}
 
     async def show(self, name: str, caller: Caller, *, look: bool) -> ModelView:
-        """Return a model with the state of its upstream, which is asked first if `look`.
-
-        Only an admin causes a new lookup each time; others may get a recent one.
-        """
+        """`look`: ask upstream first. Others than admins may get a recent answer."""
         entry = self.find_for(name, caller)
         max_age_s = 0.0 if caller.has_role("admin") else UPSTREAM_CACHE_S
         deployed = entry.adapter or entry.deployed
@@ -117,11 +106,7 @@ class Deployments:
     # Changes.
 
     async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | ModelView, None]:
-        """Yield progress, and last the deployed model. Closing the generator cancels the deployment.
-
-        Raises:
-            HearthError: it cannot be done; the previous model of that name is served as before.
-        """
+        """Yield progress, and last the model. Closing the generator cancels. Raises HearthError."""
         order = replace(order, kind=self._catalog.kind, aliases=self._catalog.aliases)
         async with aclosing(deploying(order, self._data_dir, self._errors)) as progress:
             async for event in progress:
@@ -158,11 +143,7 @@ class Deployments:
     async def upstream(
         self, deployed: Deployed | DeployedAdapter, *, look: bool, max_age_s: float = 0.0
     ) -> UpstreamView | None:
-        """Return the state of a deployment's source; None: the source is a path.
-
-        `look`: ask the source first, through the keeper, which takes seconds at most; an answer of the last
-        `max_age_s` suffices.
-        """
+        """None: the source is a path. `look`: ask the source, unless it answered in the last `max_age_s`."""
         directory = Path(deployed.directory)
         known = await asyncio.to_thread(read_upstream, directory)
         if known is None:
@@ -177,13 +158,7 @@ class Deployments:
         return upstream_view(deployed, seen, has_looked=True, failure=None)
 
     def _register(self, deployed: Deployed | DeployedAdapter, overwrite: bool) -> Registered:
-        """Register a model or an adapter.
-
-        Raises:
-            NameTaken: another model has the name.
-            HasAdapters, UnknownModel: as `Registry.replace`.
-            ConfigError: the configuration forbids it.
-        """
+        """Raises NameTaken, ConfigError, and as `Registry.replace` does."""
         if not Path(deployed.directory).is_dir():
             raise StoreError(f"the files of `{deployed.name}` were removed meanwhile; deploy it again")
         known, adapters, bases = self._profiles(), self._catalog.adapter_ids(), self._catalog.bases()
@@ -219,7 +194,6 @@ class Deployments:
     def _post_changes(
         self, known: dict[ModelId, ModelProfile], adapters: set[AdapterId], bases: set[ModelId]
     ) -> None:
-        """Tell the brain which models differ from the known ones, and workers which adapters are gone."""
         if self._catalog.bases() - bases:
             self._driver.adapters_deployed()
         for adapter in adapters - self._catalog.adapter_ids():
@@ -233,10 +207,7 @@ class Deployments:
                 self._driver.prepare(entry.prepare_order)
 
     async def _clear(self, name: str, locations: Sequence[ModelLocation]) -> None:
-        """Delete the files of a removed deployment, even if the caller is cancelled.
-
-        Requests that still use it may have to load it again. Their end is not awaited here.
-        """
+        """Delete files once no request uses them, in the background, even if the caller is cancelled."""
         users = self._driver.requests.users_of(name, {location.where for location in locations})
         for location in locations:
             task = asyncio.create_task(self._clear_files(location, users))

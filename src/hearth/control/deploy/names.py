@@ -24,12 +24,10 @@ _NAME = re.compile(rf"(?!hf:){_PART}([/:]{_PART})*", re.ASCII)
 MAX_NAME_CHARS = 128
 #: The tag of a name that has none, as users of Ollama write it.
 LATEST = ":latest"
-#: The most names that a message lists.
 MAX_LISTED = 10
 
 
 def check_name(name: str) -> str:
-    """Return a name that is safe in paths and addresses. Raises RequestError."""
     if len(name) > MAX_NAME_CHARS or _NAME.fullmatch(name) is None or ".." in name:
         raise RequestError(
             f"a name is 1 to {MAX_NAME_CHARS} letters, digits, `.`, `_` or `-`, in parts between `/` or `:` "
@@ -45,16 +43,10 @@ def file_name(name: str) -> str:
 
 
 class Names:
-    """The names that requests may use: those of models and adapters, and aliases of the configuration."""
-
     def __init__(
         self, deployed: Iterable[Deployed | DeployedAdapter], models: Mapping[str, ModelConfig]
     ) -> None:
-        """Read the aliases. Settings of a model that is not deployed yet are kept for it.
-
-        Raises:
-            ConfigError: an alias means two models, or no model can have the name of a table.
-        """
+        """Settings of models that are not deployed yet are kept. Raises ConfigError."""
         self._by_name = {model.name: model for model in deployed}
         self._models = models
         self._name_by_alias: dict[str, str] = {}
@@ -70,11 +62,7 @@ class Names:
                 self._name_by_alias[alias] = name
 
     def resolve(self, name: str, allowed: Collection[str] | None = None) -> Deployed | DeployedAdapter:
-        """Return what a name or an alias means, out of the `allowed` ones; None: all.
-
-        Raises:
-            UnknownModel: there is none, or it is not allowed; the messages are alike.
-        """
+        """`allowed` None: all. Raises UnknownModel, in the same words for names that are not allowed."""
         found = self._by_name.get(self._own_name(name))
         if allowed is not None and (found is None or found.name not in self.allowed(allowed)):
             raise self._unknown_among(name, self.allowed(allowed))
@@ -83,25 +71,21 @@ class Names:
         return found
 
     def allowed(self, allowed: Collection[str]) -> set[str]:
-        """Return the deployed models that names or aliases mean."""
         return {self._own_name(one) for one in allowed} & self._by_name.keys()
 
     def waiting(self) -> dict[str, str]:
-        """Return the configured models that are not deployed, each with a hint at the nearest name."""
         return {name: self._hint(name) for name in self._models if name not in self._by_name}
 
     def unknown(self, name: str) -> UnknownModel:
         return UnknownModel(f"no model is deployed under `{name:.80}`; {self._hint(name)}")
 
     def _own_name(self, name: str) -> str:
-        """Return the name of the model that is meant; a tag `latest` is optional."""
         for spelt in (name, name.removesuffix(LATEST), name + LATEST):
             if (own := self._name_by_alias.get(spelt, spelt)) in self._by_name:
                 return own
         return name
 
     def _unknown_among(self, name: str, allowed: Collection[str]) -> UnknownModel:
-        """Return the error for a caller who may know of some models only."""
         aliases = (alias for alias, one in self._name_by_alias.items() if one in allowed)
         known = sorted({*allowed, *aliases})
         return UnknownModel(
@@ -124,12 +108,10 @@ class Names:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for a message, at most `MAX_LISTED`."""
     return ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
 
 
 def _describe_known(name: str, known: Sequence[str], nearest: NearestName) -> str:
-    """Return the nearest known name, or a list of all."""
     if (meant := nearest.find(name)) is not None:
         return f"did you mean `{meant}`?"
     if not known:
@@ -153,13 +135,10 @@ _NUM_PLACES = 256
 
 
 class NearestName:
-    """Finds the name most like a given one. Immutable."""
-
     def __init__(self, names: Iterable[str]) -> None:
         self._names = [(_pairs(name), name) for name in names]
 
     def find(self, given: str) -> str | None:
-        """Return the most similar name; None: none is similar."""
         given = given[:_MAX_GIVEN]
         pairs = _pairs(given)
         likely = heapq.nsmallest(MAX_COMPARED, self._names, key=lambda entry: (entry[0] ^ pairs).bit_count())

@@ -1,7 +1,4 @@
-"""Deployed models and adapters, in a SQLite file that several processes may open. Touches no model's files.
-
-An adapter is a row with a `base`.
-"""
+"""Deployed models and adapters (rows with a `base`), in a SQLite file that several processes may open."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ create table if not exists space_slots (
 """
 _FIELDS = "name, source, location, directory, digest, facts, created_at_s, base"
 
-#: All that a row holds, in the order of _FIELDS.
 _Row = tuple[str, str, str, str, str, str, float, str | None]
 
 log = logging.getLogger(__name__)
@@ -79,7 +75,6 @@ class Registry:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit all changes of the context together, or none if it raises."""
         self._execute("begin immediate")
         try:
             yield
@@ -90,7 +85,6 @@ class Registry:
             raise
 
     def add(self, deployed: Deployed | DeployedAdapter) -> None:
-        """Register a model or an adapter. Raises NameTaken, and as `replace` does."""
         try:
             self._write("insert", deployed)
         except sqlite3.IntegrityError:
@@ -107,12 +101,7 @@ class Registry:
         self._write("insert or replace", deployed)
 
     def remove(self, name: str, *, with_adapters: bool = False) -> list[ModelLocation]:
-        """Remove a model or an adapter, and return where its files lie.
-
-        Raises:
-            UnknownModel: there is none.
-            HasAdapters: it has adapters, and `with_adapters` is False.
-        """
+        """Return where the files lie. Raises UnknownModel, or HasAdapters unless `with_adapters`."""
         with self.transaction():
             location = self.location(name)
             if location is None:
@@ -146,7 +135,6 @@ class Registry:
         return [one for one in self._read("base is not null") if isinstance(one, DeployedAdapter)]
 
     def outdated_adapters(self, new: Deployed | DeployedAdapter) -> list[str]:
-        """Return the adapters of the model that `new` is about to replace, if its digest differs."""
         rows = self._execute(
             "select name from models where base = (select name from models where name = ? and digest <> ?) "
             "order by name",
@@ -156,7 +144,6 @@ class Registry:
         return [name for (name,) in rows.fetchall()]
 
     def space_slots(self) -> dict[str, int]:
-        """Return the slot of device addresses of each model; a model may have none."""
         return dict(self._execute("select name, slot from space_slots").fetchall())
 
     def _give_slots(self) -> None:
@@ -212,7 +199,6 @@ class Registry:
             self._put(verb, deployed)
 
     def _check(self, deployed: Deployed | DeployedAdapter) -> None:
-        """Refuse adapters without a base or in place of a model, and changes that orphan adapters."""
         mine = self._adapters_of(deployed.name)
         if isinstance(deployed, DeployedAdapter):
             if deployed.base == deployed.name:

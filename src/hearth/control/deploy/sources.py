@@ -66,7 +66,6 @@ Source = HubSource | UrlSource | PathSource
 
 
 def parse_source(text: str) -> Source:
-    """Return the source that a user's text means. Raises RequestError for a bad repository or URL."""
     if text[:3].lower() == "hf:":
         match = _HUB.fullmatch(text[3:])
         if match is None or ".." in text:
@@ -94,7 +93,6 @@ def _parse_url(scheme: str, rest: str) -> UrlSource:
 
 
 def default_name(source: Source) -> str:
-    """Return a name derived from a source. Raises RequestError if no valid character is left."""
     match source:
         case HubSource(repo_id):
             last = repo_id.rpartition("/")[2]
@@ -111,8 +109,6 @@ def default_name(source: Source) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A repository's model on this machine."""
-
     directory: Path
     commit: str  #: the version of the repository that it is
 
@@ -141,7 +137,6 @@ def downloaded(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file until the context ends, which removes it, or the process does."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -158,7 +153,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: bool) -> str:
-    """Bring a directory to the state of a repository's model, and return the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -246,7 +240,6 @@ def _translated(source: HubSource, error: Exception) -> Exception:
 
 
 def _bar_class(on_bytes: OnBytes, total_bytes: int) -> type:
-    """Return a class for the library's progress bars, of which it makes several, one to count files."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped] # comes with the library
 
     done_bytes = 0

@@ -10,10 +10,7 @@ from hearth.store.tiers.upstream import Upstream, parse_address
 def upstream_view(
     deployed: Deployed | DeployedAdapter, known: Upstream, has_looked: bool, failure: str | None
 ) -> UpstreamView:
-    """Return the view of a model's upstream.
-
-    `has_looked`: upstream has just answered. `failure`: why it has not; None also if it was not asked.
-    """
+    """`has_looked`: upstream has just answered. `failure`: why it has not; None also if it was not asked."""
     change = known.change
     if change is None:
         return UpstreamView("unchanged" if has_looked else "unknown", known.version, reason=failure)
@@ -28,7 +25,6 @@ def upstream_view(
 
 
 def _deploy_command(deployed: Deployed | DeployedAdapter) -> str:
-    """Return the command that replaces this deployment with the newest version."""
     source, kept = deployed.source, ""
     if isinstance(deployed, DeployedAdapter):
         kept = f" --base {deployed.base}"

@@ -1,7 +1,4 @@
-"""Admits requests by the limits of their API keys, and counts their usage. The rules are in `policy/limits`.
-
-An HTTP request is one request, however many prompts and choices it has.
-"""
+"""Admits HTTP requests by the limits of their API keys (`policy/limits`), and counts their usage."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ class KeyAdmissions:
         self._limiter: KeyLimiter[KeyId] = KeyLimiter()
 
     def admit(self, caller: Caller) -> KeyAdmission:
-        """Admit a request until its context ends.
-
-        Raises:
-            RateLimited: a limit of the caller's key is reached.
-        """
+        """Admit a request until its context ends. Raises RateLimited."""
         if caller.key_id is None:
             return KeyAdmission(self, caller, None)
         outcome = self._limiter.begin(caller.key_id, caller.terms.limits, self._now_s())
@@ -42,7 +35,6 @@ class KeyAdmissions:
         return KeyAdmission(self, caller, outcome)
 
     def status(self, caller: Caller) -> RateStatus | None:
-        """Return what is left of a caller's limits; None: there are none."""
         limits = caller.terms.limits
         if caller.key_id is None or limits.requests_per_min is limits.tokens_per_min is None:
             return None
@@ -63,7 +55,6 @@ class KeyAdmissions:
             self._usage.count(caller, prompt_tokens, output_tokens)
 
     def _refused(self, caller: Caller, refusal: LimitRefusal) -> RateLimited:
-        """Count a refusal, and return it as an error."""
         self._metrics.key_refusals.labels(self._usage.label(caller), refusal.kind).inc()
         name, limit, used, wanted = caller.name, refusal.limit, refusal.used, refusal.wanted
         match refusal.kind:
@@ -94,23 +85,17 @@ class KeyAdmission:
     """An admitted request, until it ends. Mutable; used by the one task that answers it."""
 
     def __init__(self, gate: KeyAdmissions, caller: Caller, ticket: Ticket | None) -> None:
-        """`ticket` is None where there is no key."""
         self.caller = caller
         self._gate, self._ticket = gate, ticket
         #: Streams of its answers, and whether the prompt of each is to be counted.
         self._streams: list[tuple[AnswerStream, bool]] = []
 
     def charge(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Charge a prompt and the longest possible answer, before anything is computed.
-
-        Raises:
-            RateLimited: a limit of the key is reached. The request then counts for nothing.
-        """
+        """Charge a prompt and the longest answer. Raises RateLimited; nothing is counted then."""
         if self._ticket is not None:
             self._gate.charge(self.caller, self._ticket, num_prompt_tokens, max_tokens)
 
     def follow(self, stream: AnswerStream, *, counts_prompt: bool) -> None:
-        """Count the tokens of a stream at the end."""
         self._streams.append((stream, counts_prompt))
 
     def __enter__(self) -> KeyAdmission:
@@ -119,10 +104,7 @@ class KeyAdmission:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        """End the request and settle its charge. A second call changes nothing.
-
-        A prompt counts unless the service failed before the first token.
-        """
+        """Settle the charge, once. A prompt counts unless the service failed before the first token."""
         if self._ticket is None:
             return
         prompt_tokens = sum(

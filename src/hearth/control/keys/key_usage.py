@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from hearth.control.datadir import write_private
 from hearth.control.observe.metrics import Metrics
 from hearth.control.requests.caller import Caller, KeyId
+from hearth.core.atomic_file import write_file
 from hearth.core.errors import ConfigError
 
 #: The time from a change to its being written.
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class KeyUse:
-    """The usage of one key. Mutable; written by `KeyUsage`."""
-
     num_requests: int = 0  #: that were let in and have ended, however they did
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -42,8 +40,6 @@ class KeyUse:
 
 @dataclass(slots=True)
 class UsageRecord:
-    """The file of all keys' usage. Mutable, as are its parts."""
-
     since_s: float = field(default_factory=time.time)  #: since the epoch: nothing before that is counted
     keys: dict[KeyId, KeyUse] = field(default_factory=dict)
 
@@ -78,7 +74,6 @@ class KeyUsage:
             self._record = UsageRecord()
 
     def count(self, caller: Caller, prompt_tokens: int, output_tokens: int) -> None:
-        """Count a request that has ended, if it has a key."""
         if caller.key_id is None:
             return
         use = self._record.keys.setdefault(caller.key_id, KeyUse())
@@ -94,7 +89,6 @@ class KeyUsage:
             self._timer = asyncio.get_running_loop().call_later(WRITE_S, self._write_soon)
 
     def label(self, caller: Caller) -> str:
-        """Return the label of a key in metrics: its name, while there are few."""
         if caller.name not in self._labels and len(self._labels) == MAX_KEY_LABELS:
             return OTHER_KEYS
         self._labels.add(caller.name)
@@ -102,7 +96,6 @@ class KeyUsage:
 
     @property
     def note(self) -> str | None:
-        """Why the file is not up to date; None: it is, or will be in a moment."""
         if self._fault is None:
             return None
         return (
@@ -110,7 +103,6 @@ class KeyUsage:
         )
 
     async def close(self) -> None:
-        """Write what is not written yet."""
         if self._writing is not None:
             await self._writing
         if self._timer is not None:
@@ -130,9 +122,9 @@ class KeyUsage:
             self._record.keys = {key: use for key, use in self._record.keys.items() if key in known}
         except ConfigError:
             pass  # the guard has logged why: then all are kept
-        text = msgspec.json.encode(self._record).decode()
+        content = msgspec.json.encode(self._record)
         try:
-            await asyncio.to_thread(write_private, self._path, text)
+            await asyncio.to_thread(write_file, self._path, [content])
             self._fault = None
         except OSError as error:
             self._metrics.fallbacks.labels("key_usage_unwritten").inc()

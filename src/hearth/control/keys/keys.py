@@ -20,13 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-from hearth.control.datadir import write_private
 from hearth.control.requests.caller import Caller, GroupId, KeyId, KeyTerms, Role, ServiceClass
+from hearth.core.atomic_file import write_file
 from hearth.core.errors import ConfigError
 from hearth.policy.limits.key_limiter import KeyLimits
 
 PREFIX = "hearth-"
-#: The most models that a key may be limited to.
 MAX_MODELS = 64
 MAX_LIMIT = 10**12
 
@@ -36,8 +35,6 @@ _SALT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """The owner of a key."""
-
     name: str
     role: Role
     created_at_s: float  #: since the epoch
@@ -48,8 +45,6 @@ class KeyInfo:
 
 @dataclass(frozen=True, slots=True)
 class _StoredKey:
-    """A key as the file holds it."""
-
     name: str
     role: Role
     salt: str  #: in hexadecimal, as is the hash
@@ -79,7 +74,6 @@ class _StoredKey:
 
     @property
     def key_id(self) -> KeyId:
-        """An id of this key alone, which reveals nothing of its salt."""
         return KeyId(hashlib.blake2b(bytes.fromhex(self.salt), digest_size=16).hexdigest())
 
     @property
@@ -88,20 +82,13 @@ class _StoredKey:
 
     @property
     def caller(self) -> Caller:
-        """The owner, in the named group, or else in a group of this key alone.
-
-        The key's own group is derived from its salt: no group name and no later key leads into it.
-        """
+        """The owner. Without a group, the key's own one is derived from its salt: no name leads into it."""
         group = f"key:{self.salt}" if self.group is None else f"group:{self.group}"
         return Caller(self.name, self.role, GroupId(group), self.terms, self.key_id)
 
 
 def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyTerms | None = None) -> str:
-    """Make a key and return it. It cannot be shown again.
-
-    Raises:
-        ConfigError: the name is taken, the name, group or terms are invalid, or the file cannot be used.
-    """
+    """Make a key and return it; it cannot be shown again. Raises ConfigError."""
     terms = terms or KeyTerms()
     _check_terms(terms)
     _check_name("key", name)
@@ -120,11 +107,7 @@ def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyT
 
 
 def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyTerms:
-    """Change the terms of a key and return them.
-
-    Raises:
-        ConfigError: there is no key of that name, the terms are invalid, or the file cannot be used.
-    """
+    """Change the terms of a key and return them. Raises ConfigError."""
     with _changing(path):
         entries = _read(path)
         known = next((entry for entry in entries if entry.name == name), None)
@@ -137,7 +120,6 @@ def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyT
 
 
 def remove(path: Path, name: str) -> None:
-    """Remove a key. Raises ConfigError if there is none of that name."""
     with _changing(path):
         entries = _read(path)
         others = [entry for entry in entries if entry.name != name]
@@ -152,7 +134,6 @@ def _unknown(path: Path, name: str, entries: Sequence[_StoredKey]) -> ConfigErro
 
 
 def is_loopback(host: str) -> bool:
-    """True if an address or name means this machine, where keys are optional."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -187,20 +168,12 @@ class ApiKeys:
 
     @property
     def are_required(self) -> bool:
-        """True once there was a key. Removing all keys does not open the service.
-
-        Raises:
-            ConfigError: the file has changed and is invalid.
-        """
+        """True once there was a key: removing all does not open the service. Raises ConfigError."""
         self._refresh()
         return self._have_existed
 
     def check(self, key: str) -> Caller | None:
-        """Return the owner of a key; None: unknown. Takes the same time for wrong keys and right ones.
-
-        Raises:
-            ConfigError: the file has changed and is invalid.
-        """
+        """None: unknown. Takes the same time for wrong keys and right ones. Raises ConfigError."""
         self._refresh()
         found = None
         for entry in self._entries:
@@ -210,7 +183,6 @@ class ApiKeys:
         return found
 
     def ids(self) -> set[KeyId]:
-        """Return the ids of all keys. Raises ConfigError: the file has changed and is invalid."""
         self._refresh()
         return {entry.key_id for entry in self._entries}
 
@@ -279,7 +251,7 @@ def _read(path: Path) -> list[_StoredKey]:
 
 
 def _write(path: Path, entries: Sequence[_StoredKey]) -> None:
-    write_private(path, msgspec.json.format(msgspec.json.encode(entries)).decode() + "\n")
+    write_file(path, [msgspec.json.format(msgspec.json.encode(entries)), b"\n"])
 
 
 @contextmanager

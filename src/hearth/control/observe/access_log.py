@@ -1,8 +1,4 @@
-"""The access log: one line for each HTTP request that has ended. Holds no prompts and no answers.
-
-Values from clients are escaped: none can end the line or imitate another field. `LogRotation` limits the
-file's size.
-"""
+"""The access log: a line per HTTP request, without prompts and answers. Values from clients are escaped."""
 
 from __future__ import annotations
 
@@ -56,7 +52,6 @@ class AccessLog:
 
     @property
     def note(self) -> str | None:
-        """Why lines are missing; None: the last one was written."""
         if self._fault is None:
             return None
         return f"the access log `{self._path}` cannot be written: {self._fault}"
@@ -75,7 +70,6 @@ class AccessLog:
 
 
 def fields_of(record: ExchangeRecord) -> dict[str, Field]:
-    """Return the logged fields of a request; a field without a value is None."""
     has_requests, sent_trace = bool(record.requests), record.correlation.trace
     return {
         "time": datetime.fromtimestamp(record.began_at_s, UTC).isoformat(timespec="milliseconds"),
@@ -101,7 +95,6 @@ def fields_of(record: ExchangeRecord) -> dict[str, Field]:
 
 
 def text_line(fields: Mapping[str, Field]) -> bytes:
-    """Return a line for people: the time, then `name=value` fields."""
     time, *rest = fields.items()
     return " ".join([str(time[1]), *(f"{name}={_spelled(value)}" for name, value in rest)]).encode("ascii")
 
@@ -123,7 +116,6 @@ LINE_FORMATS: dict[Literal["text", "json"], LineFormat] = {"text": text_line, "j
 
 
 def _spelled(value: Field) -> str:
-    """Return a value as one word, or else as a JSON string in ASCII."""
     match value:
         case None:
             return "-"

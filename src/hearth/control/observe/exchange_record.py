@@ -47,7 +47,6 @@ class ExchangeRecord:
 
     @property
     def status_code(self) -> int:
-        """The status that was sent, or `CLIENT_GONE`."""
         return CLIENT_GONE if self.status is None else self.status
 
     @property
@@ -64,13 +63,11 @@ class ExchangeRecord:
 
     @property
     def queue_s(self) -> float | None:
-        """The longest wait for a worker among its requests; None: there are none."""
         waits = [one.queue_s for one, _ in self.requests]
         return max((wait for wait in waits if wait is not None), default=None)
 
     @property
     def first_token_s(self) -> float | None:
-        """The time to the first token of an answer; None: there was none."""
         firsts = [one.first_token_s for one, _ in self.requests if one.first_token_s is not None]
         return min(firsts) - self.began_s if firsts else None
 
@@ -88,5 +85,4 @@ def set_current_exchange(record: ExchangeRecord) -> None:
 
 
 def current_exchange() -> ExchangeRecord | None:
-    """Return the record of the HTTP request that this task answers; None: it answers none."""
     return _CURRENT.get()

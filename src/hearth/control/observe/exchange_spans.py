@@ -1,7 +1,4 @@
-"""Creates the OpenTelemetry spans of an HTTP exchange after it has ended, from the recorded times.
-
-Imports OpenTelemetry's SDK, an optional extra: `tracing.py` imports this module only if an endpoint is set.
-"""
+"""Creates the OpenTelemetry spans of an exchange that has ended. Imports the SDK, an optional extra."""
 
 from __future__ import annotations
 
@@ -74,8 +71,6 @@ class CountingExporter(SpanExporter):
 
 
 class ExchangeSpans:
-    """Creates spans. Used on the event loop alone."""
-
     def __init__(self, tracer: Tracer, exporter: CountingExporter, max_queued_spans: int) -> None:
         """`max_queued_spans`: size of the SDK's queue between `tracer` and `exporter`."""
         self._tracer, self._exporter, self._max_queued = tracer, exporter, max_queued_spans
@@ -137,10 +132,7 @@ class ExchangeSpans:
 
 
 def _parent(trace: TraceParent | None) -> Context:
-    """Return the context of the client's span; an empty one without a `traceparent`.
-
-    Never None, which means the current context to the SDK.
-    """
+    """Return the context of the client's span, or an empty one: None means the current context to the SDK."""
     if trace is None:
         return _NO_PARENT
     flags = TraceFlags(TraceFlags.SAMPLED if trace.is_sampled else TraceFlags.DEFAULT)

@@ -53,7 +53,6 @@ def explain(timeline: Timeline, now_s: float) -> Explanation:
 
 
 def _awaited(timeline: Timeline) -> LoadLog | None:
-    """Return the load that the request waited for; None: none happened before its end."""
     load = timeline.load
     if load is None or load.is_void or load.awaits_turn:
         return None
@@ -61,7 +60,6 @@ def _awaited(timeline: Timeline) -> LoadLog | None:
 
 
 def _load_s(timeline: Timeline, load: LoadLog, now_s: float) -> float:
-    """Return the seconds of a load before the request's end."""
     end_s = min(load.ended_s or now_s, timeline.ended_s or now_s)
     return end_s - (max(load.began_s, timeline.arrived_s) if load.is_guessed else load.began_s)
 
@@ -74,7 +72,6 @@ def _paused_s(timeline: Timeline, now_s: float) -> float:
 
 
 def _told_waits(timeline: Timeline, now_s: float) -> Iterator[TurnWait]:
-    """Yield the waits for turns that are worth showing."""
     for wait in timeline.waits:
         if wait.is_pause or (wait.ended_s or now_s) - wait.began_s >= MIN_WAIT_S:
             yield wait
@@ -92,7 +89,6 @@ def _queue_end_s(timeline: Timeline, now_s: float) -> float:
 
 
 def spans_of(timeline: Timeline, now_s: float) -> list[TimelineSpan]:
-    """Return the phases of the request, by their begin."""
     end_s = timeline.ended_s or now_s
     spans = [_span(timeline, "queue", timeline.arrived_s, _queue_end_s(timeline, now_s), timeline.waits_for)]
     if (load := _awaited(timeline)) is not None:
@@ -141,13 +137,11 @@ def _load_spans(timeline: Timeline, load: LoadLog, end_s: float) -> list[Timelin
 
 
 def _span(timeline: Timeline, what: str, begin_s: float, end_s: float, detail: str = "") -> TimelineSpan:
-    """Return a span relative to the arrival; a load that began earlier begins with the request."""
     began = timeline.arrived_s
     return TimelineSpan(what, max(0.0, begin_s - began), max(0.0, end_s - began), detail)
 
 
 def marks_of(timeline: Timeline, now_s: float) -> list[tuple[float, str, str]]:
-    """Return times, names and details of what happened, from the arrival on."""
     what = "" if timeline.pooling is None else f"for an embedding, pooling: {timeline.pooling}"
     marks = [(timeline.arrived_s, "queued", what), *timeline.marks]
     for wait in _told_waits(timeline, timeline.ended_s or now_s):

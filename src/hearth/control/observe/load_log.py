@@ -42,7 +42,6 @@ class LoadLog:
 
     @property
     def was_ready(self) -> bool:
-        """True if the model has been ready during its stay on the worker."""
         return self.is_again or self.loaded is not None
 
     @property
@@ -69,17 +68,14 @@ class LoadLog:
 
     @property
     def found_s(self) -> float:
-        """When the model was found and memory could be taken, of a load that succeeded."""
         open_s = 0.0 if self.loaded is None else self.loaded.open_s
         return self.began_s + open_s - self._found_before_s
 
     @property
     def _found_before_s(self) -> float:
-        """How long it took to find the model before the load began."""
         return self.loaded.open_s if self.loaded is not None and self.follows_turn else 0.0
 
     def turn_began(self, now_s: float) -> None:
-        """Begin the load, unless it has begun."""
         if self.awaits_turn:
             self.awaits_turn, self.follows_turn, self.began_s = False, True, now_s
 
@@ -104,7 +100,6 @@ class LoadLogs:
         self._logs[worker, model] = LoadLog(worker, now_s, awaits_turn=awaits_turn)
 
     def begin_again(self, worker: WorkerId, model: ModelId, now_s: float) -> LoadLog:
-        """Begin another load of a hosted model, which has lost weights since its last one."""
         last = self._logs[worker, model]
         log = LoadLog(worker, now_s, whole_bytes=last.whole_bytes, is_again=True)
         self._logs[worker, model] = log
@@ -133,7 +128,6 @@ class LoadLogs:
             self._bytes.setdefault(worker, {})[model] = log.whole_bytes
 
     def end(self, worker: WorkerId, model: ModelId) -> LoadLog | None:
-        """Drop and return the log of a model that is no longer hosted; None: it was not hosted."""
         return self._logs.pop((worker, model), None)
 
     def lose(self, worker: WorkerId) -> None:

@@ -49,7 +49,6 @@ class LogRotation:
 
 
 def rotate(path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
-    """Move the newest `max_bytes` of a larger log aside, and truncate it."""
     try:
         file = path.open("r+b")
     except FileNotFoundError:

@@ -30,7 +30,6 @@ _QUEUE_S = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ADAPTER_LOAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 _COLD_START_S = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
-#: The route of requests without one.
 NO_ROUTE = "none"
 
 # They would double the series of counters.
@@ -38,8 +37,6 @@ disable_created_metrics()  # type: ignore[no-untyped-call] # it takes and return
 
 
 class _Histograms:
-    """The `Latencies` of a registry: a collector for prometheus_client."""
-
     def __init__(self) -> None:
         self._families: dict[tuple[str, str, str], dict[str, Latencies]] = {}
 
@@ -67,7 +64,6 @@ class Metrics:
     """Mutable; used on the event loop alone."""
 
     def __init__(self, device_hour_price: float | None = None) -> None:
-        """`device_hour_price`: None: no metric of cost."""
         self.registry = CollectorRegistry()  #: of all metrics but those by model
         self.models = ModelMetrics(device_hour_price)
         ProcessCollector(registry=self.registry)
@@ -172,7 +168,6 @@ class Metrics:
         return b"".join(parts)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Add a gauge whose value is computed when metrics are collected."""
         Gauge(name, text, registry=self.registry).set_function(value)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

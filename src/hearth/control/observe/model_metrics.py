@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _WHOLE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-#: The most models that have series of their own.
 MAX_MODEL_LABELS = 200
 #: The label of all others; not a valid name of a model.
 OTHER_MODELS = "_other"
@@ -88,7 +87,6 @@ class ModelMetrics:
         self._folded: set[str] = set()  #: models that are counted in it
 
     def take(self, model: str) -> ModelSeries:
-        """Return the series of a model with requests or a load; they are shown from now on."""
         series = self._series.get(model)
         if series is not None:
             return series
@@ -100,7 +98,6 @@ class ModelMetrics:
         return series
 
     def find(self, model: str) -> ModelSeries | None:
-        """Return the series of a model; None: it has none, or was removed."""
         return self._series.get(model) or (self._other if model in self._folded else None)
 
     def remove(self, model: str) -> None:
@@ -108,7 +105,6 @@ class ModelMetrics:
         self._folded.discard(model)
 
     def families(self) -> Iterator[str]:
-        """Yield each family in Prometheus' text format."""
         yield self._histogram(
             "hearth_ttft_seconds",
             "Time from a request's arrival to its first token.",
@@ -159,7 +155,6 @@ class ModelMetrics:
             )
 
     def _shown(self) -> Iterator[tuple[str, ModelSeries]]:
-        """Yield the label of each model with its series."""
         for model, series in self._series.items():
             yield _label("model", model), series
         if self._folded or self._other.requests or self._other.loads:

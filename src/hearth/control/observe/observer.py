@@ -41,11 +41,8 @@ class Observer:
         self._metrics, self._takes_turns, self._device_share = metrics, takes_turns, device_share
         self._in_turn: set[tuple[WorkerId, ModelId]] = set()
         self._loads = LoadLogs()
-        #: The timelines of requests that have not ended.
         self._active: dict[RequestId, Timeline] = {}
-        #: The series of their models.
         self._series: dict[RequestId, ModelSeries] = {}
-        #: When each worker reported its memory last.
         self._reported_s: dict[WorkerId, float] = {}
         self._recent = Timelines()
         self._is_closing = False
@@ -57,7 +54,6 @@ class Observer:
         self._recent.add(timeline)
 
     def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
-        """Return what happened to a recent request; None: unknown, or not for the caller."""
         timeline = self._recent.find(request_id, caller)
         return None if timeline is None else explain(timeline, now_s)
 
@@ -183,7 +179,6 @@ class Observer:
     # Facts that are no events of the brain.
 
     def waits(self, request_id: RequestId, reason: str) -> None:
-        """Note why a request that has just come has no worker yet."""
         self._active[request_id].waits_for = reason
 
     def load_progressed(self, now_s: float, worker: WorkerId, progress: LoadProgress) -> None:
@@ -205,7 +200,6 @@ class Observer:
             self._active[request_id].adapter_loaded(now_s, loaded)
 
     def _running_load(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog | None:
-        """Return the log of the running load; None: no load was ordered."""
         load = self._loads.get(worker, model)
         if load is None or load.ended_s is None:
             return load
@@ -278,7 +272,6 @@ class Observer:
 
 
 def _in_whose_step(lost: events.WorkerLost, timeline: Timeline) -> str:
-    """Say in whose step a worker was lost, for the timeline of one of its requests."""
     if lost.culprit is None:
         return ""
     if lost.culprit != timeline.model:

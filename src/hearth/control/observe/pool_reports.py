@@ -91,7 +91,6 @@ class PoolReports:
                 self._wake(look)
 
     def view(self, worker: WorkerId, now_s: float) -> PoolView | None:
-        """Return a worker's last report; None: there is none yet."""
         report = self._reports.get(worker)
         if report is None:
             return None

@@ -47,10 +47,7 @@ def held_bytes(pong: Pong) -> dict[ModelId, int]:
 def resident_views(
     residents: Sequence[Resident], pongs: Mapping[WorkerId, Pong], now_s: float
 ) -> tuple[ResidentView, ...]:
-    """Return views of the models that the brain has on workers, and of those with bytes left there.
-
-    Until a worker has reported a model, its view shows what the brain has promised.
-    """
+    """Until a worker has reported a model, its view shows what the brain has promised."""
     hosted = {(one.worker, one.model): one for one in residents}
     used = {(worker, use.model): use for worker, pong in pongs.items() for use in pong.models}
     views = []
@@ -64,7 +61,6 @@ def resident_views(
 
 
 def _adapter_parts(pong: Pong) -> list[PartView]:
-    """Return the parts of each model's adapters, those in use first."""
     sums: Counter[tuple[ModelId, str]] = Counter()
     for use in pong.adapters:
         sums[use.base, "active" if use.num_running or use.is_pinned else "retained"] += use.num_bytes
@@ -72,7 +68,6 @@ def _adapter_parts(pong: Pong) -> list[PartView]:
 
 
 def _adapters_of(model: ModelId, pong: Pong) -> tuple[ResidentAdapterView, ...]:
-    """Return the adapters of a model, those with most requests first."""
     views = [
         ResidentAdapterView(use.name, use.num_bytes, use.num_running, use.num_waiting, use.is_pinned)
         for use in pong.adapters
@@ -82,7 +77,6 @@ def _adapters_of(model: ModelId, pong: Pong) -> tuple[ResidentAdapterView, ...]:
 
 
 def _parts_of(use: ModelUse) -> Iterator[PartView]:
-    """Yield the parts of one model, without the bytes that it shares with other models."""
     yield PartView("weights", _weights_state(use), use.model, use.weights_bytes - use.shared_bytes)
     # The worker counts blocks and bytes at two moments, so there may be less memory than blocks would take.
     used_bytes = min(use.kv_bytes, use.kv_used_blocks * use.block_bytes)
@@ -116,10 +110,7 @@ def _used_view(
     now_s: float,
     adapters: tuple[ResidentAdapterView, ...],
 ) -> ResidentView:
-    """Return the view of a model that its worker has reported.
-
-    The state is the brain's. A model that the brain no longer knows is retired, or about to be.
-    """
+    """The state is the brain's. A model that the brain no longer knows is retired, or about to be."""
     loading = one if one is not None and one.state is State.LOADING else None
     return ResidentView(
         model=use.model,

@@ -40,20 +40,19 @@ class ServiceViews:
         kind: str,
         notes: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        """`kind`: of the devices. `notes` returns what the service has to do without, and why."""
         self._deployments, self._driver, self._observer = deployments, driver, observer
         self._pools, self._keeper, self._supervisor = pools, keeper, supervisor
         self._metrics, self._kind, self._notes = metrics, kind, notes
         self.instance_id = secrets.token_hex(16)
         self._add_gauges()
 
-    async def look(self) -> ProcessView:
+    async def fresh_ps(self) -> ProcessView:
         """Return `ps` after workers and keeper have reported their memory."""
         await self._pools.refresh(LOOK_S)
         await self._keeper.refresh_host_memory(LOOK_S)
         return self.ps()
 
-    async def measure(self) -> bytes:
+    async def fresh_metrics(self) -> bytes:
         """Return the metrics after the keeper has reported its memory; workers do at each heartbeat."""
         await self._keeper.refresh_host_memory(LOOK_S)
         return await self._metrics.text()
@@ -72,7 +71,6 @@ class ServiceViews:
         )
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
-        """Return what happened to a recent request; None: unknown, or not for the caller."""
         found = self._observer.explain(request_id, self._driver.now_s, caller)
         if found is None or caller.terms.models is None or caller.has_role("monitor"):
             return found

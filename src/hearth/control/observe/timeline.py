@@ -14,7 +14,6 @@ from hearth.core.types import ModelId, Pace, Pooling, RequestId, TurnEnd, Worker
 from hearth.policy.fleet.events import Option
 from hearth.policy.turns.paced_request import PacedRequest
 
-#: Timelines that are kept.
 MAX_EXPLAINED = 1000
 #: Waits for turns that are recorded one by one; all are counted.
 MAX_WAITS = 32
@@ -118,17 +117,13 @@ class Timeline:
 
     @property
     def adapter_tier(self) -> str | None:
-        """Where the adapter came from; None: it has not come, or none was asked for."""
         if self.adapter_load is not None:
             return slowest_tier(use.rung for use in self.adapter_load.rungs)
         is_there = self.adapter is not None and any(stay.started_s is not None for stay in self.stays)
         return ON_DEVICE if is_there else None
 
     def turn_ended(self, now_s: float, why: TurnEnd | None = None, in_turn: Sequence[ModelId] = ()) -> None:
-        """Note that the model is not in turn from now on; `why` None: it was not when the request came.
-
-        `in_turn`: the models that are in turn on that worker instead.
-        """
+        """`why` None: it was not in turn when the request came. `in_turn`: the models that are."""
         if self.wait is not None:
             return
         reason = "its turn has yet to begin" if why is None else PAUSE_REASONS[why]
@@ -140,7 +135,6 @@ class Timeline:
             self.waits.append(self.wait)
 
     def turn_began(self, now_s: float) -> float | None:
-        """Note that the model is in turn again; return the seconds of the pause that ends."""
         wait, self.wait = self.wait, None
         if wait is None:
             return None
@@ -156,22 +150,18 @@ class Timeline:
 
     @property
     def queue_s(self) -> float | None:
-        """The time until a worker had the request, or until it ended without one; None: it waits."""
         end_s = self.stays[0].placed_s if self.stays else self.ended_s
         return None if end_s is None else end_s - self.arrived_s
 
     @property
     def worker(self) -> WorkerId | None:
-        """The worker that has the request; None: it waits for one."""
         return self.stays[-1].worker if self.stays and self.stays[-1].ended_s is None else None
 
     @property
     def is_started(self) -> bool:
-        """True if the worker that has the request has given it a slot."""
         return bool(self.stays) and self.stays[-1].started_s is not None
 
     def lost(self, now_s: float, worker: WorkerId, how: str = "died") -> None:
-        """Note that the request's worker, or its replica there, is gone; `how`: what it did."""
         self.stays[-1].ended_s = now_s
         self.turn_began(now_s)  # it waits for a worker now
         self.mark(now_s, "worker_lost", f"{worker} {how} after {self.num_output_tokens} tokens")
@@ -207,10 +197,7 @@ class Timelines:
             self._timelines.popitem(last=False)
 
     def find(self, request_id: str, caller: Caller) -> Timeline | None:
-        """Return the request of an id, or else the last one with that client id.
-
-        Only requests that the caller may see are searched: another group's equal id hides nothing.
-        """
+        """Find by id, or else the last one with that client id, among those that the caller may see."""
         timeline = self._timelines.get(RequestId(request_id))
         if timeline is not None and caller.can_see(timeline.group):
             return timeline

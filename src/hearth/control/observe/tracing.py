@@ -39,17 +39,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Untraced:
-    """Why nothing is traced though an endpoint is set."""
-
     note: str
 
 
 def tracing_of(environ: Mapping[str, str], metrics: Metrics) -> Tracing | Untraced | None:
-    """Return what traces requests by the environment's settings; None: nothing is traced.
-
-    The variables may be set for all programs of a machine. If they ask for something impossible, the service
-    runs without traces, and `metrics` count that.
-    """
+    """None: nothing is traced. If the variables ask for something impossible, `metrics` count that."""
     endpoint = next((name for name in ENDPOINTS if environ.get(name)), None)
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
     is_disabled = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
@@ -66,11 +60,7 @@ def tracing_of(environ: Mapping[str, str], metrics: Metrics) -> Tracing | Untrac
 
 
 def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str, metrics: Metrics) -> Tracing:
-    """Set up the SDK; `endpoint` names the variable that holds the collector's URL.
-
-    Raises:
-        ConfigError: the packages are missing, or the environment asks for what they cannot do.
-    """
+    """`endpoint` names the variable that holds the collector's URL. Raises ConfigError."""
     if exporter != "otlp":
         raise ConfigError(f"OTEL_TRACES_EXPORTER must be `otlp` or `none`, given: `{exporter:.80}`")
     protocol = next((name for name in _PROTOCOLS if environ.get(name)), None)
@@ -112,7 +102,6 @@ class Tracing:
 
     @property
     def note(self) -> str | None:
-        """Why traces are dropped, for `hearth doctor`; None: they are sent."""
         return self._exporter.note
 
     def trace(self, record: ExchangeRecord) -> None:
@@ -125,7 +114,6 @@ class Tracing:
             self._exporter.drop(1, repr(error))
 
     async def close(self) -> None:
-        """Send the remaining spans, for at most `CLOSING_S`."""
         closing = threading.Thread(target=self._provider.shutdown, name="hearth-traces", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, CLOSING_S)

@@ -14,8 +14,6 @@ from hearth.policy.fleet.events import Option
 
 @dataclass(frozen=True, slots=True)
 class UpstreamView:
-    """The last known state of a model's source, a URL or repository."""
-
     state: str  #: unchanged, changed, unknown: not asked, or no answer
     deployed_version: str  #: digest of a manifest, or commit of a repository
     current_version: str | None = None  #: where it has changed
@@ -51,7 +49,6 @@ class ModelView:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name of the model, then its aliases."""
         return (self.name, *(alias for alias in self.aliases if alias != self.name))
 
 
@@ -65,8 +62,6 @@ class PartView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A worker's memory by its own books."""
-
     age_s: float  #: since the worker's report
     parts: tuple[PartView, ...]  #: disjoint; together they are the budget
     moved_bytes: int  #: so far, to make place
@@ -104,8 +99,6 @@ class ResidentAdapterView:
 
 @dataclass(frozen=True, slots=True)
 class ResidentView:
-    """A model on a worker, or what is left of it there."""
-
     model: str
     worker: str
     state: str  #: loading, waiting, paused, busy, warm, retained, pinned
@@ -137,8 +130,6 @@ class HostMemoryView:
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """The workers and the models on them, as `hearth ps` shows them."""
-
     workers: tuple[WorkerView, ...]
     models: tuple[ResidentView, ...]
     num_waiting: int  #: requests that wait for a slot, for room or for the first turn of their model
@@ -149,10 +140,7 @@ class ProcessView:
 
 @dataclass(frozen=True, slots=True)
 class UnloadView:
-    """A model that a user has stopped, and what it had at that moment.
-
-    Bytes shared with other models are not counted: they stay.
-    """
+    """A model that a user has stopped, and what it had then, without bytes that it shares."""
 
     unloaded: str
     free: bool
@@ -179,8 +167,6 @@ class TimelineMark:
 
 @dataclass(frozen=True, slots=True)
 class RungView:
-    """The bytes of a load that one rung served."""
-
     rung: Rung
     num_bytes: int
     seconds: float
@@ -188,8 +174,6 @@ class RungView:
 
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
-    """A phase of a request's life, for the waterfall."""
-
     what: str  #: queue, turn, load, prefill, decode, paused, ...
     begin_s: float
     end_s: float
@@ -198,8 +182,6 @@ class TimelineSpan:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The life of one request, and why it went as it did."""
-
     request_id: str
     model: str  #: that was asked for, be it an adapter
     arrived_at_s: float
@@ -236,8 +218,6 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The state of the service, for probes."""
-
     status: str  #: ok, starting, failing: no worker comes up, draining
     num_workers: int
     num_ready_workers: int

@@ -54,7 +54,6 @@ class ActiveRequest:
 
     @property
     def end_without_tokens(self) -> FinishReason | None:
-        """Why the request ends when its prompt is computed; None: tokens follow."""
         if self.sampling.max_tokens != 0:
             return None
         return FinishReason.LENGTH if self.pooling is None else FinishReason.STOP
@@ -113,7 +112,6 @@ class ActiveRequests:
         return True
 
     def users_of(self, model: str, wheres: Collection[str]) -> set[RequestId]:
-        """Return the requests of a model, and those whose adapter lies at one of these places."""
         return {
             request.request_id
             for request in self.by_id.values()

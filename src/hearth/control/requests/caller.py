@@ -24,8 +24,6 @@ SERVICE_CLASSES: tuple[ServiceClass, ...] = ("interactive", "batch")
 
 @dataclass(frozen=True, slots=True)
 class KeyTerms:
-    """The models, limits and class of service of a key."""
-
     limits: KeyLimits = field(default_factory=KeyLimits)
     models: tuple[str, ...] | None = None  #: names or aliases; None: all
     service_class: ServiceClass = "interactive"  #: the best that its requests get
@@ -40,15 +38,12 @@ class Caller:
     key_id: KeyId | None = None  #: None: there is no key, so nothing is limited and nothing counted
 
     def has_role(self, role: Role) -> bool:
-        """True if the caller may do what a role may."""
         return ROLES.index(self.role) >= ROLES.index(role)
 
     def can_see(self, group: GroupId) -> bool:
-        """True if the caller may know of a group's requests."""
         return group == self.group or self.has_role("monitor")
 
 
-#: The caller of a service without keys.
 ANYBODY = Caller("anybody", "admin", GroupId("anybody"))
 #: Commands on the service's own machine, which find its admin token.
 OPERATOR = Caller("operator", "admin", GroupId("operator"))

@@ -1,8 +1,4 @@
-"""A client's own names for a request: an id, and the trace that the request is part of.
-
-Both help to find a request in logs of Hearth, clients and proxies. They are not unique, so they identify
-nothing inside the service.
-"""
+"""A client's own names for a request: an id and a trace. Not unique, so they identify nothing here."""
 
 from __future__ import annotations
 
@@ -25,7 +21,6 @@ class TraceParent:
 
     @classmethod
     def parse(cls, text: str) -> TraceParent | None:
-        """Return what a header says; None: it is invalid."""
         match = _TRACEPARENT.fullmatch(text)
         if match is None:
             return None
@@ -57,5 +52,4 @@ class Correlation:
         return client_id + ("" if self.trace is None else f" traceparent={self.trace}")
 
 
-#: A request without names of its client.
 UNNAMED = Correlation()

@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodedToken:
-    """A token of a request with the text that it adds."""
-
     request: ActiveRequest
     delta: TokenDelta
     is_run_over: bool  #: the worker ended the run; False: a stop string ended it here
@@ -56,8 +54,6 @@ class DecodedTexts:
 
 @dataclass(frozen=True, slots=True)
 class DecodedFact:
-    """A worker's message, with the texts of a step."""
-
     link: WorkerLink
     num_bytes: int
     fact: Fact | None  #: None: nothing follows, the connection has ended
@@ -66,8 +62,6 @@ class DecodedFact:
 
 @dataclass(frozen=True, slots=True)
 class DecodedLate:
-    """A token that was not delivered with its step, because the text of its request is slow."""
-
     link: WorkerLink
     texts: DecodedTexts
 
@@ -82,10 +76,7 @@ class FactDecoder:
         deliver: Callable[[DecodedFact | DecodedLate], None],
         clock_s: Callable[[], float] = thread_time,
     ) -> None:
-        """`runs`: the requests on workers, by run; only read here, one operation at a time.
-
-        `clock_s` returns how long this thread has worked.
-        """
+        """`runs`: requests by run, only read here. `clock_s` returns how long this thread has worked."""
         self._loop, self._runs, self._deliver, self._clock_s = loop, runs, deliver, clock_s
         self._inbox: SimpleQueue[tuple[WorkerLink, bytes | None] | None] = SimpleQueue()
         #: Undecoded frames by link; the next link comes first. The thread's own.
@@ -96,7 +87,6 @@ class FactDecoder:
         self._thread.start()
 
     def decode(self, link: WorkerLink, body: bytes) -> None:
-        """Decode a frame and deliver it."""
         self._inbox.put((link, body))
 
     def left(self, link: WorkerLink) -> None:
@@ -128,7 +118,6 @@ class FactDecoder:
         return True
 
     def _decode_next(self) -> None:
-        """Decode and deliver one frame of the next link."""
         link = next(iter(self._frames))
         bodies = self._frames.pop(link)
         decoded = self._decoded(link, bodies.popleft())
@@ -175,7 +164,6 @@ class FactDecoder:
                 self._add_text(row, texts)
 
     def _make_late_text(self) -> None:
-        """Decode and deliver one queued token."""
         late = self._late.next()
         if late is not None and not late.row.request.is_complete:
             texts = DecodedTexts()

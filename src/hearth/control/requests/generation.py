@@ -23,8 +23,6 @@ from hearth.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation for the model's chat template; `extra` reaches the template under its own names."""
-
     messages: Sequence[Message]
     tools: Sequence[Json] | None = None
     has_turn: bool = True  #: the prompt ends with the beginning of the assistant's turn
@@ -34,8 +32,6 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt to continue once, or to embed."""
-
     model: str  #: a name or an alias
     prompt: str | list[int] | ChatPrompt
     sampling: SamplingParams
@@ -51,8 +47,6 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """A token of an answer and the text that it adds, which may be empty."""
-
     text: str
     token: int
     logprobs: TokenLogprobs | None
@@ -89,11 +83,7 @@ class AnswerStream:
         self._wakeup: asyncio.Future[None] | None = None
 
     async def next(self, timeout_s: float | None = None) -> list[TokenDelta]:
-        """Return all tokens that have arrived, waiting for the first; [] after `timeout_s`, or at the end.
-
-        Raises:
-            HearthError: the request ended without an answer; nothing follows.
-        """
+        """Return arrived tokens, waiting for one; [] after `timeout_s` or at the end. Raises HearthError."""
         if not self._deltas and self._error is None and self.finish_reason is None:
             await self._wait(timeout_s)
         if self._deltas:
@@ -104,7 +94,6 @@ class AnswerStream:
         return []
 
     async def rest(self) -> list[TokenDelta]:
-        """Wait for the end and return all unread tokens. Raises as `next` does."""
         deltas = await self.next()
         while self.finish_reason is None:
             deltas += await self.next()
@@ -124,7 +113,6 @@ class AnswerStream:
 
     @property
     def error(self) -> HearthError | None:
-        """Why the request ended without an answer; None: it has not."""
         return self._error
 
     def close(self) -> None:
@@ -143,7 +131,6 @@ class AnswerStream:
         self._wake()
 
     def end(self, reason: FinishReason) -> None:
-        """End an answer without another token."""
         self.finish_reason, self.is_ended = reason, True
         self._wake()
 

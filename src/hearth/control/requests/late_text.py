@@ -12,8 +12,6 @@ from hearth.node.worker_link import WorkerLink
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A token of a request, as a step brought it."""
-
     request: ActiveRequest
     token: int
     logprobs: TokenLogprobs | None
@@ -22,8 +20,6 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class _LateRun:
-    """The queued tokens of one run."""
-
     link: WorkerLink
     model: ModelId
     rows: deque[TokenRow] = field(default_factory=deque)  #: never empty
@@ -36,10 +32,7 @@ class LateRow:
 
 
 class LateText:
-    """Mutable; used by the text thread alone. Runs take turns, a token each.
-
-    Dropped tokens are not in `emitted`, so the next worker makes them again.
-    """
+    """Mutable; used by the text thread alone. Runs take turns. Dropped tokens are made again elsewhere."""
 
     def __init__(self) -> None:
         self._runs: dict[int, _LateRun] = {}  #: by run; whose turn is next comes first
@@ -48,14 +41,12 @@ class LateText:
         return bool(self._runs)
 
     def has(self, run: int) -> bool:
-        """True if a run has queued tokens, which its next ones must not overtake."""
         return run in self._runs
 
     def add(self, link: WorkerLink, run: int, row: TokenRow) -> None:
         self._runs.setdefault(run, _LateRun(link, row.request.model)).rows.append(row)
 
     def next(self) -> LateRow | None:
-        """Take the next token; None: the queue is empty."""
         if not self._runs:
             return None
         run = next(iter(self._runs))
@@ -69,7 +60,6 @@ class LateText:
         self._runs.pop(run, None)
 
     def drop(self, link: WorkerLink, model: ModelId | None = None) -> None:
-        """Forget the tokens of a lost worker, or of a model that it has lost."""
         for run, line in list(self._runs.items()):
             if line.link is link and model in (None, line.model):
                 del self._runs[run]

@@ -26,17 +26,13 @@ class Prompts:
     async def encode(
         self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the tokens of a prompt. Raises HearthError if the model cannot take it with `max_tokens`."""
         entry = self._deployments.find_for(name, caller)
         return list(await self.encode_for(entry, prompt, max_tokens))
 
     async def tokenize(
         self, name: str, prompt: str | ChatPrompt, caller: Caller, add_special_tokens: bool | None
     ) -> list[int]:
-        """Return the tokens of a text or conversation of any length.
-
-        `add_special_tokens` None: as in a prompt. Raises as `encode` does.
-        """
+        """`add_special_tokens` None: as in a prompt. Raises as `encode` does."""
         entry = self._deployments.find_for(name, caller)
         tokenizer = await self.tokenizer_of(entry)
         return list(await self._encoder.encode(tokenizer, prompt, max_chars(entry), add_special_tokens))
@@ -59,7 +55,6 @@ class Prompts:
         max_tokens: int | None,
         follows: tuple[int, ...] = (),
     ) -> tuple[int, ...]:
-        """Return the tokens of a prompt behind `follows`. Raises as `encode` does."""
         tokenizer = await self.tokenizer_of(entry)
         add_special_tokens = False if follows else None  # `follows` begins with them
         tokens = follows + await self._encoder.encode(tokenizer, prompt, max_chars(entry), add_special_tokens)
@@ -67,5 +62,4 @@ class Prompts:
         return tokens
 
     async def check_guide(self, guide: GuideSpec) -> None:
-        """Check a guide before a model is loaded for it. Raises BadGuide."""
         await self._encoder.check_guide(guide)

@@ -15,7 +15,6 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 
 
 def max_chars(entry: CatalogEntry) -> int:
-    """Return how long a text for a model may be."""
     return max(MIN_TEXT_CHARS, entry.max_context * MAX_TOKEN_CHARS)
 
 
@@ -33,7 +32,6 @@ def check_prompt(entry: CatalogEntry, prompt: tuple[int, ...], max_tokens: int |
 
 
 def check_reading(prompt: tuple[int, ...], sampling: SamplingParams) -> None:
-    """Refuse prompt logprobs that would be too many for one answer."""
     num_top = sampling.prompt_logprobs
     if num_top is not None and len(prompt) * (1 + num_top) > MAX_PROMPT_LOGPROBS:
         raise BadPrompt(

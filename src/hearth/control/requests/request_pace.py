@@ -12,13 +12,7 @@ from hearth.core.types import Pace
 
 
 def pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> Pace:
-    """Return the pace of a request: its model's, or the one it asks for.
-
-    A faster pace takes turns from other requests, so only an admin may ask for it.
-
-    Raises:
-        Forbidden: a caller who is no admin asks for a faster pace.
-    """
+    """Raises Forbidden if a caller other than an admin asks for a faster pace: it takes turns from others."""
     usual = entry.pace
     if wanted.is_batch or caller.terms.service_class == "batch":
         return _batch_pace(usual, wanted, caller)
@@ -44,7 +38,6 @@ def pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> P
 
 
 def _batch_pace(usual: Pace, wanted: GenerationRequest, caller: Caller) -> Pace:
-    """Return the pace of a batch request: none. Raises BadSampling if the request names one."""
     if wanted.tokens_per_s:
         remedy = "leave it out"
         if caller.terms.service_class != "batch":

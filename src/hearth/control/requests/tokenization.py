@@ -38,7 +38,6 @@ class PromptEncoder:
     """Mutable; used on the event loop alone, works on its own threads."""
 
     def __init__(self, template_s: float) -> None:
-        """`template_s`: the longest time for a chat template to render."""
         self._template_s = template_s
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hearth-encode")
         #: Tokenizers by digest of their model, the least recently used first; also those being read.
@@ -55,10 +54,7 @@ class PromptEncoder:
         return await asyncio.shield(known)  # a cancelled caller does not cancel it for others
 
     async def read_ahead(self, models: Iterable[Deployed], is_time: Callable[[], bool]) -> None:
-        """Read the tokenizers of the first models, one by one, while `is_time`.
-
-        A tokenizer that cannot be read is skipped; the first request for its model gets the error.
-        """
+        """Read tokenizers while `is_time`, except broken ones: the first request gets the error."""
         began_s, num_read = time.perf_counter(), 0
         for model in islice(models, MAX_READ_AHEAD):
             if not is_time():
@@ -76,11 +72,7 @@ class PromptEncoder:
         max_chars: int,
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
-        """Return the tokens of a prompt. Special tokens are added to a text, but not to a rendered template.
-
-        Raises:
-            PromptTooLong: it has more than `max_chars` characters, which would take long to tokenise.
-        """
+        """Special tokens are added to a text, but not to a rendered template. Raises PromptTooLong."""
         match prompt:
             case ChatPrompt():
                 is_added = add_special_tokens is True
@@ -96,7 +88,6 @@ class PromptEncoder:
         return await self._away(lambda: tokenizer.decode(tokens, skip_special_tokens=False))
 
     async def check_guide(self, guide: GuideSpec) -> None:
-        """Check a guide before a model is loaded for it. Raises BadGuide."""
         await self._away(lambda: check_guide(guide))
 
     def close(self) -> None:
@@ -117,7 +108,6 @@ class PromptEncoder:
         return tuple(tokenizer.encode(text, add_special_tokens))
 
     def _forget_failed(self, digest: str, loaded: asyncio.Future[Tokenizer]) -> None:
-        """Drop a tokenizer that could not be read, so that the next request tries again."""
         has_failed = loaded.cancelled() or loaded.exception() is not None
         if has_failed and self._tokenizers.get(digest) is loaded:
             del self._tokenizers[digest]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from hearth.core.atomic_file import write_file
 from hearth.core.types import Digest
 from hearth.store.format.file_stamp import FileStamp, is_private
 from hearth.store.format.manifest import WEIGHTS, StoredManifest, digest_of
@@ -61,17 +61,11 @@ def write_hashes(
         return
     path = _path(root, directory)
     hashes = LocalHashes(str(directory / WEIGHTS), manifest.digest, stamp, tuple(xxh3))
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.touch(mode=0o600, exist_ok=False)
-        temporary.write_bytes(msgspec.json.encode(hashes))
-        temporary.rename(path)
+        write_file(path, [msgspec.json.encode(hashes)], syncs=False)
     except OSError as error:
         log.warning("hashes_not_kept directory=%s reason=%s", directory, error)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
 
 
 def forget_hashes(root: Path, directory: Path) -> None:

@@ -12,9 +12,7 @@ if it was not known.
 from __future__ import annotations
 
 import logging
-import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
+from hearth.core.atomic_file import write_file
 from hearth.core.errors import HearthError, StoreError, StoreFull
 from hearth.core.types import ChunkId
 from hearth.policy.memory.eviction import EvictionOrder, Price
@@ -333,17 +332,9 @@ def _chunk_of(path: Path) -> ChunkId | None:
 
 
 def _write(path: Path, data: memoryview) -> None:
-    """Write a file under a temporary name, to the disk for certain, and rename it: it is whole or absent."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.touch(mode=0o600, exist_ok=False)  # others need not read it, and must not write it
-        with temporary.open("r+b", buffering=0) as file:
-            rest = data.cast("B")
-            while rest:
-                rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())
-        temporary.rename(path)
+        write_file(path, [data])
     except OSError as error:
         if error.errno in NO_ROOM:
             raise StoreFull(
@@ -351,6 +342,3 @@ def _write(path: Path, data: memoryview) -> None:
                 "free some disk, or set a quota below what it has"
             ) from error
         raise StoreError(f"a chunk of {data.nbytes} bytes cannot be written to `{path}`: {error}") from error
-    finally:
-        with suppress(OSError):  # after a failure, that is the one to tell
-            temporary.unlink()
