@@ -1,7 +1,4 @@
-"""How an adapter comes to a worker's device: it is looked up, and transferred. Places nothing.
-
-Threads do both, beside the steps, and post news. The bytes take the same way as those of models.
-"""
+"""Looks adapters up and transfers them to a worker's device, on threads that post news. Places nothing."""
 
 from __future__ import annotations
 
@@ -25,15 +22,11 @@ from hearth.worker.runtime import HostingResources
 
 @dataclass(frozen=True, slots=True)
 class AdapterFound:
-    """The keeper has the adapter, and its size is known."""
-
     opened: OpenedAdapter
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterMissing:
-    """The keeper does not have the adapter where it was looked for."""
-
     failure: Failure
 
 
@@ -46,16 +39,12 @@ class AdapterArriving:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFilled:
-    """All bytes of the adapter are on the device."""
-
     record: LoadRecord
     was_arriving: bool  #: `AdapterArriving` was posted before
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterBroken:
-    """The bytes of the adapter cannot be had."""
-
     failure: Failure
 
 
@@ -64,8 +53,6 @@ PostAdapterNews = Callable[[AdapterId, AdapterNews], None]
 
 
 def find_adapter(order: AdapterOrder, resources: HostingResources, post: PostAdapterNews) -> None:
-    """Have the keeper look an adapter up, on a thread of its own."""
-
     def look_up() -> None:
         lease_client = resources.lease_client
         opened = await_keeper(lambda: lease_client.open_adapter(order.where, order.weight), lambda: False)
@@ -80,7 +67,6 @@ def find_adapter(order: AdapterOrder, resources: HostingResources, post: PostAda
 
 
 def adapter_lease(opened: OpenedAdapter, resources: HostingResources) -> Lease:
-    """Return the lease of an adapter, of which nothing is asked yet."""
     return Lease(resources.lease_client, opened, range(len(opened.manifest.chunks)))
 
 

@@ -58,7 +58,6 @@ def blaming(model: ModelId) -> Iterator[None]:
 
 
 def blame(model: ModelId, error: Exception) -> tuple[ModelId, Failure]:
-    """Return the model that failed in work done for `model`, and how."""
     if isinstance(error, ModelBroke):
         error.__traceback__ = None  # as in `failure_of`
         return error.model, failure_of(error.error)

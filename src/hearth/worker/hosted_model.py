@@ -101,13 +101,11 @@ class HostedModel:
 
     @property
     def served(self) -> ServedModel | None:
-        """The model with its engine; None while it has none."""
         state = self.state
         return state.served if isinstance(state, _WITH_ENGINE) else None
 
     @property
     def spec(self) -> HostingSpec | None:
-        """How the model is hosted; None before it is found."""
         match self.state:
             case Found(spec=spec) | Assembling(spec=spec):
                 return spec
@@ -115,18 +113,15 @@ class HostedModel:
 
     @property
     def load_under_way(self) -> ModelLoad | None:
-        """The load that runs from the moment the model has its memory until all of it is there."""
         state = self.state
         return state.load if isinstance(state, _UNDER_WAY) else None
 
     @property
     def is_loading(self) -> bool:
-        """True while the model has memory that is being filled."""
         return isinstance(self.state, _UNDER_WAY) or self.crossing_bytes > 0
 
     @property
     def crossing_bytes(self) -> int:
-        """Bytes that are on their way to the device ahead of the model's turn."""
         return 0 if self._ahead is None else self._ahead.crossing_bytes
 
     @property
@@ -154,12 +149,10 @@ class HostedModel:
 
     @property
     def is_computing(self) -> bool:
-        """True if a step is in flight: it reads the model's weights and writes its KV."""
         return (served := self.served) is not None and served.engine.is_computing
 
     @property
     def takes_requests(self) -> bool:
-        """True if requests can go to the engine; else they are queued."""
         return isinstance(self.state, _TAKING)
 
     @property
@@ -170,7 +163,6 @@ class HostedModel:
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
     def is_same(self, order: HostModel) -> bool:
-        """True if the engine of this model fits an order."""
         return _identity(self.order) == _identity(order)
 
     def _wrong(self, what: str) -> AssertionError:
@@ -179,7 +171,6 @@ class HostedModel:
     # Requests.
 
     def expect(self, request: StartRequest) -> None:
-        """Have a load under way prepare for a request."""
         if (load := self.load_under_way) is not None:
             load.expect(request)
 
@@ -193,7 +184,6 @@ class HostedModel:
     # The way to being loaded.
 
     def find(self) -> None:
-        """Have the keeper look the model up; the news of it are posted."""
         order, resources, post = self.order, self._resources, self._post
         is_given_up = self._is_closed.is_set
 
@@ -216,7 +206,6 @@ class HostedModel:
                 raise self._wrong("was found")
 
     def host_again(self, order: HostModel) -> None:
-        """Host a retired model with its engine again."""
         self.order, self.hold = order, Hold.WARM
 
     def displaced(self) -> None:
@@ -311,7 +300,6 @@ class HostedModel:
             self._ahead.is_in_host = news.is_in_host
 
     def cross(self, space: Space) -> None:
-        """Have all gaps of a space filled ahead of the model's turn."""
         spec, pool, name = self.spec, self._pool, self.model
         if spec is None or self._ahead is None:
             raise self._wrong("cannot be loaded ahead")
@@ -352,7 +340,6 @@ class HostedModel:
         return self._complete_if_whole()
 
     def almost_loaded(self) -> None:
-        """Note that the last bytes should be there soon."""
         if (load := self.load_under_way) is not None:
             load.is_almost_loaded = True
 
@@ -411,7 +398,6 @@ class HostedModel:
     # The way back.
 
     def became_incomplete(self) -> None:
-        """Note that the model has lost weights, or its workspace, to other models."""
         match self.state:
             case Loaded(served):
                 self.state = Incomplete(served)

@@ -31,10 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class HostedModels:
-    """All models of a worker. Mutable; the step thread alone calls it. `post` is called by other threads.
-
-    Knows no request: it asks only whether a model has any, and `Runs` owns each request and its end.
-    """
+    """Mutable; the step thread alone calls it. `post` is called by other threads."""
 
     def __init__(
         self,
@@ -64,7 +61,6 @@ class HostedModels:
     # Coming and going.
 
     def prepare(self, order: PrepareModel) -> None:
-        """Prepare kernels and snapshots for a model that may be hosted later."""
         resources = self._resources
         if resources.kernels is not None:
             resources.kernels.prepare(order)
@@ -97,7 +93,6 @@ class HostedModels:
         return None
 
     def _follow_displaced(self) -> None:
-        """Close engines of retired models whose addresses now belong to others."""
         for model in self.reclaimer.pool.take_displaced():
             if (retired := self._retired.pop(model, None)) is not None:
                 retired.close()
@@ -108,7 +103,6 @@ class HostedModels:
         return self.load(hosted) if hosted.has_turn else None
 
     def load(self, hosted: HostedModel) -> ModelLoaded | None:
-        """Have all of a model loaded that is not there; others may have to give way."""
         self._follow_displaced()
         if isinstance(hosted.state, Finding) or hosted.is_loading:
             return None
@@ -139,7 +133,6 @@ class HostedModels:
         return self._announced(loaded)
 
     def limit_torch(self) -> None:
-        """Limit torch to what the present engines were measured to need."""
         if self._resources.torch_limit is not None:
             models = {**self._retired, **self.hosted}
             self._resources.torch_limit.follow(
@@ -182,10 +175,10 @@ class HostedModels:
     # Ahead of turns.
 
     def look_ahead(self) -> None:
-        """Have models come nearer that wait for their turn.
+        """Prefetch models that wait for their turn.
 
-        The next ones come to host memory, and bytes of the very next to the device, where addresses last and
-        others lie there that cost less.
+        The next ones come to host memory, and bytes of the very next to the device if its addresses last and
+        cheaper bytes can be evicted.
         """
         line = self.turns.next_in_line()
         for model, hosted in self.hosted.items():
@@ -197,7 +190,6 @@ class HostedModels:
             self._cross(line)
 
     def _cross(self, line: Sequence[ModelId]) -> None:
-        """Have bytes of the next in line cross, unless others do."""
         if any(one.is_loading for one in self.hosted.values()) or (model := self.turns.early(line)) is None:
             return
         hosted, generation = self.hosted[model], self.reclaimer.policy.generation

@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFound:
-    """The keeper has opened the model."""
-
     spec: HostingSpec
     opened: OpenedModel
 
@@ -64,8 +62,6 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True)
 class HostPrefetched:
-    """The prefetch of a model to host memory is over."""
-
     is_in_host: bool
 
 
@@ -89,7 +85,6 @@ class FirstRequests:
         return self._changed(request, 1)
 
     def without_one(self, request: StartRequest) -> FirstRequests:
-        """Return these without `request`."""
         return self._changed(request, -1)
 
     def _changed(self, request: StartRequest, by: int) -> FirstRequests:
@@ -179,16 +174,13 @@ class ModelLoad:
 
     @property
     def can_follow(self) -> bool:
-        """True if a step may follow the transfer, which is about to end."""
         return self.is_almost_loaded and self.is_engine_ready
 
     def expect(self, request: StartRequest) -> None:
-        """Note a request that waits for the model."""
         self._request_by_run[request.run] = request
         self.first = self.first.with_one(request)
 
     def forget(self, run: int) -> None:
-        """Note that a waiting request has ended."""
         if (request := self._request_by_run.pop(run, None)) is not None:
             self.first = self.first.without_one(request)
 
@@ -247,11 +239,9 @@ class ModelLoad:
             self._capture_first(engine.runner.layers)
 
     def _capture_first(self, runner: LayerRunner) -> None:
-        """Capture the first steps of waiting requests.
+        """Capture the first steps of waiting requests: uncaptured ones take the step thread some 15 ms each.
 
-        Launched kernel by kernel they take the step thread some 15 ms each, and restored graphs have to be
-        tried beside such a step first. Unless other models step, the first one follows the transfer layer by
-        layer, and is never captured.
+        Unless other models step, the first one follows the transfer layer by layer, and is never captured.
         """
         if self._mapping is None:
             return
@@ -302,7 +292,6 @@ class ModelLoad:
             )
 
     def _start_mapping(self) -> None:
-        """Map bytes that another model has on the device, unless the load was cancelled."""
         with self._lock:
             if not self._is_cancelled:
                 self._mapping = self._new_mapping()
@@ -322,7 +311,6 @@ class ModelLoad:
             self.kernels_s = time.perf_counter() - began_s
 
     def _look(self, engine: Engine) -> SnapshotLook | None:
-        """Find and restore the engine's snapshot. Not under the lock either."""
         if (snapshots := self._resources.snapshots) is None:
             return None
         post = self._post
@@ -346,12 +334,7 @@ def start_thread(
 
 
 def open_model(lease_client: LeaseClient, order: HostModel, is_given_up: Callable[[], bool]) -> OpenedModel:
-    """Have the keeper open a model.
-
-    Raises:
-        KeeperGone: as `await_keeper`.
-        ModelError: the model is not the one that was deployed.
-    """
+    """Have the keeper open a model. Raises KeeperGone, and ModelError if it changed since its deployment."""
     model = await_keeper(lambda: lease_client.open(order.where, order.weight), is_given_up)
     if model.manifest.digest != order.digest:
         raise ModelError(

@@ -1,7 +1,6 @@
 """Prefetches what has no turn or no room yet: to host memory, and a model's first bytes to the device.
 
-No request waits for a prefetch. Its failures are logged; the load that follows meets them again. Takes no
-memory and decides nothing.
+Failures are only logged; the load that follows meets them again. Takes no memory and decides nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class ModelPrefetch:
         resources: HostingResources,
         post: Callable[[HostingNews], None],
     ) -> None:
-        """Have the keeper bring the model to host memory."""
         self._order, self._opened, self._resources, self._post = order, opened, resources, post
         #: News that the step thread has taken so far.
         self.is_in_host = False
@@ -93,7 +91,6 @@ class ModelPrefetch:
             self._post(HostPrefetched(is_in_host=False))
 
     def _bring_to_host(self) -> bool:
-        """Return whether all of the model is in host memory, when the prefetch is over."""
         lease_client = self._resources.lease_client
         opened = open_model(lease_client, self._order, lambda: self._is_cancelled)
         if opened.is_in_host:
@@ -123,7 +120,6 @@ class ModelPrefetch:
             self._post(FrontLoaded(None))
 
     def _tell(self, news: LoadNews) -> None:
-        """Post how the transfer ends, and no progress."""
         match news:
             case WeightsLoaded(record):
                 self._post(FrontLoaded(record))
@@ -139,8 +135,6 @@ class ModelPrefetch:
 
 
 class AdapterPrefetch:
-    """An adapter on its way to host memory while it has no room on the device."""
-
     def __init__(self, opened: OpenedAdapter, resources: HostingResources) -> None:
         self._opened, self._resources = opened, resources
         self._lock = threading.Lock()  #: keeps beginning and cancelling apart; guards the fields below
@@ -150,7 +144,6 @@ class AdapterPrefetch:
         resources.loader.threads.start(self._run)
 
     def cancel(self) -> None:
-        """End it: the adapter is being loaded, or no request wants it."""
         with self._lock:
             self._is_cancelled = True
             if self._prefetch is not None:

@@ -32,7 +32,6 @@ def grow_by_pieces() -> None:
 
 
 def close_all_but(kept: Container[int | None]) -> None:
-    """Close all file descriptors except `kept`."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
             with suppress(OSError):  # that of the list itself

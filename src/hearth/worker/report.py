@@ -131,7 +131,6 @@ class Reports:
 
 
 def _is_uncaptured(served: ServedModel) -> bool:
-    """True if steps are launched kernel by kernel, because captures are not possible."""
     layers = served.engine.runner.layers
     return layers.kv.is_cuda and layers.graphs is None and capture_obstacle(torch.__version__) is not None
 

@@ -113,7 +113,6 @@ class SnapshotMaker:
             raise ModelBroke(model, error) from error
 
     def _next(self) -> _Making | None:
-        """Return the first snapshot that can advance, and forget those whose stay is over."""
         for model, making in list(self._makings.items()):
             hosted = self._hosted.get(model)
             if hosted is None or hosted.order.hosting != making.order.hosting:
@@ -160,7 +159,6 @@ class SnapshotMaker:
         return [SnapshotProgress(model, hosting, num_done, making.num_steps)]
 
     def _run(self, engine: Engine, making: _Making) -> None:
-        """Run the next step of padding, and keep its time unless it is the first of its shape."""
         shape, is_cpu = making.shapes.pop(0), self._device.type == "cpu"
         seconds = _run_padding(engine, shape)
         is_long = is_cpu and seconds > LONGEST_S
@@ -174,7 +172,6 @@ class SnapshotMaker:
         making.last_shape = shape
 
     def _write(self, hosted: HostedModel, served: ServedModel, making: _Making) -> None:
-        """Collect what the step thread must provide, and write on another thread."""
         look, loaded, order, began_s = hosted.look, hosted.first_load, making.order, making.began_s
         snapshots, post = self._snapshots, self._post
         assert snapshots is not None, "an order was taken without snapshots"

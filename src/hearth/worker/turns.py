@@ -47,10 +47,7 @@ class Turns:
         reload_costs: DeviceReloadCosts,
         adapter_bytes: Callable[[ModelId], int],
     ) -> None:
-        """`rules` None: models take no turns. `hosted`: the hosted models, owned by the caller.
-
-        `adapter_bytes`: as in `TurnPolicy`.
-        """
+        """`rules` None: no turns. `hosted` is owned by the caller. `adapter_bytes`: as in `TurnPolicy`."""
         self._hosted, self._reload_costs = hosted, reload_costs
         self._policy: TurnPolicy | None = None
         if rules is not None:
@@ -68,7 +65,6 @@ class Turns:
     # What happens.
 
     def recheck(self) -> None:
-        """Decide again soon: something has happened."""
         self._settled_s = -math.inf
 
     def hosted(self, hosted: HostedModel) -> None:
@@ -88,8 +84,7 @@ class Turns:
     def arrived(self, order: StartRequest, waited_s: float) -> None:
         """Tell of a request that came `waited_s` ago. Telling twice is harmless.
 
-        Ignored while the model is being looked up: others must not give way to a model that may be missing.
-        So tell again once it is found.
+        Ignored until the model is found: others must not give way to a model that may be missing.
         """
         if self._policy is not None and not isinstance(self._hosted[order.model].state, Finding):
             self._policy.arrived(
@@ -189,10 +184,7 @@ class Turns:
             self._since_s.pop(model, None)
 
     def _weights(self, model: ModelId) -> WeightsView:
-        """Return how long a model takes to load, by the rates of earlier loads.
-
-        Progress of a load under way is ignored.
-        """
+        """Return how long a model takes to load by the rates of earlier loads, whatever is under way."""
         hosted = self._hosted[model]
         spec = hosted.spec
         num_bytes = hosted.order.own_bytes if spec is None else spec.shape.stored.num_bytes

@@ -1,7 +1,4 @@
-"""The transfer of a model's missing weights to its memory, and the news of it. Computes nothing.
-
-News are posted by the threads of the transfer; the thread that owns the model takes them when it is ready.
-"""
+"""The transfer of a model's missing weights to its memory, on threads that post news. Computes nothing."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ PROGRESS_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """Some of the missing bytes are on the device."""
-
     num_bytes: int
     num_layers: int  #: that can run
 
@@ -47,16 +42,12 @@ class AlmostLoaded:
 
 @dataclass(frozen=True, slots=True)
 class WeightsLoaded:
-    """All missing bytes are on the device."""
-
     record: LoadRecord
     widen_s: float | None  #: time for widening after that; None: served in the stored dtype
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBroken:
-    """The model cannot be hosted."""
-
     failure: Failure
 
 

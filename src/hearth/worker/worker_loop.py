@@ -191,7 +191,6 @@ class WorkerLoop:
         return not self._runs and garbage.is_due()
 
     def _step(self) -> None:
-        """Run one step of the next model. If that fails, the model is dropped and the others go on."""
         ready, self._ready = self._ready, {}
         model = self._steps.next(ready)
         began_s = time.perf_counter()
@@ -341,7 +340,6 @@ class WorkerLoop:
         self._try(hosted.model, lambda: self._models.load_in_turn(hosted))
 
     def _try(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> None:
-        """Do something for a model, and report it as loaded if that completes it."""
         self._send_loaded(self._attempt(model, act))
 
     def _attempt(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> ModelLoaded | None:
@@ -369,11 +367,6 @@ class WorkerLoop:
     # Turns.
 
     def _take_turns(self) -> None:
-        """End and begin turns as the policy decides.
-
-        Models whose turn begins load before the last steps of ending ones are waited for, so copies overlap
-        those steps, except where a step still uses the memory.
-        """
         while changes := self._turns.decide():
             ends = {change.model: change.why for change in changes if isinstance(change, EndTurn)}
             begins = [change.model for change in changes if isinstance(change, BeginTurn)]
@@ -417,7 +410,6 @@ class WorkerLoop:
     # Adapters.
 
     def _serve_adapters(self) -> None:
-        """Load adapters that requests wait for, and start requests whose adapter is there."""
         while self._adapters.is_due:
             try:
                 self._runs.start_adapted()  # first: an adapter without requests could be evicted for the next
@@ -431,7 +423,7 @@ class WorkerLoop:
             return
 
     def _give_up_adapter(self, short: ModelId) -> bool:
-        """Fail the requests of the youngest adapter in use, for a stuck model; False: none is in use."""
+        """Fail the requests of the youngest adapter in use; False: none is in use."""
         try:
             failed = self._adapters.give_up(short)
         except ModelBroke as error:  # while it gave up the adapter; its own memory may suffice
@@ -464,7 +456,6 @@ class WorkerLoop:
     # Snapshots.
 
     def _advance_snapshot(self) -> bool:
-        """Do one piece of work for an ordered snapshot, if there are no requests; False: nothing to do."""
         if self._runs:
             return False
         try:
