@@ -90,7 +90,6 @@ def stored_bytes(layout: AdapterLayout) -> int:
 
 
 def read_adapter_manifest(directory: Path) -> AdapterManifest:
-    """Read and check the description of an adapter. Raises BadCheckpoint."""
     path = directory / MANIFEST
     try:
         text = read_text(path, MAX_JSON_BYTES, BadCheckpoint)

@@ -36,7 +36,6 @@ def decode(kind: type[T], value: object, where: str) -> T:
 
 
 def _difference(given: object, read: object, where: str) -> str:
-    """Describe the first place where `given` is not what was read of it."""
     if isinstance(given, dict) and isinstance(read, dict):
         missing, unknown = sorted(read.keys() - given), sorted(given.keys() - read)
         if missing or unknown:

@@ -33,7 +33,6 @@ SLAB_BYTES = 1 << 20
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 4096
 
-#: llama.cpp's names of modules, and transformers' of the same.
 _MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -58,7 +57,6 @@ _FLOATS = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
-#: The kinds whose values numpy has.
 _VALUES: Mapping[GGMLQuantizationType, type[np.generic]] = {
     GGMLQuantizationType.F32: np.float32,
     GGMLQuantizationType.F16: np.float16,
@@ -102,10 +100,7 @@ class _GgufTensor:
         return "bfloat16" if _can_dequantise(self.kind) else self.kind.name
 
     def read(self) -> torch.Tensor:
-        """Return the values, quantised ones in float32, so that they are rounded once.
-
-        Takes little more memory than the tensor itself.
-        """
+        """Return the values, quantised ones in float32, so that they are rounded once."""
         if self.kind == GGMLQuantizationType.BF16:
             return torch.from_numpy(np.array(self.data)).view(torch.bfloat16)
         if self.kind in _FLOATS:

@@ -90,7 +90,6 @@ def _head_dim(metadata: Fields, family: str) -> int:
 
 
 def _window(metadata: Fields, family: str) -> dict[str, object]:
-    """Return the fields of a sliding window: a `llama` file with one is a Mistral, others are refused."""
     key = f"{family}.attention.sliding_window"
     if not metadata.has(key) or metadata.values[key] == 0:
         return {}
@@ -122,7 +121,6 @@ def _rope(metadata: Fields, family: str, head_dim: int, factors: Sequence[float]
 
 
 def _scaling(metadata: Fields, family: str) -> dict[str, object]:
-    """Return the scaling as llama.cpp reads it: a factor without a type is linear, a factor of 0 is none."""
     kind, factor = f"{family}.rope.scaling.type", f"{family}.rope.scaling.factor"
     if not metadata.has(factor):
         factor = f"{family}.rope.scale_linear"

@@ -54,8 +54,6 @@ class MalformedGguf(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor as the header describes it, checked against the file."""
-
     name: str
     kind: GGMLQuantizationType
     shape: Shape  #: in torch's order
@@ -70,7 +68,6 @@ class GgufHeader:
 
 
 def read_header(data: npt.NDArray[np.uint8]) -> GgufHeader:
-    """Read the header of a file that is mapped to `data`. Raises MalformedGguf."""
     cursor = _Cursor(data)
     if cursor.take(len(MAGIC), "the magic number") != MAGIC:
         raise MalformedGguf(f"it does not begin with {MAGIC.decode()}")
@@ -198,8 +195,6 @@ def _value_kind(cursor: _Cursor, what: str) -> GGUFValueType:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A tensor as the header describes it, unchecked; the offset counts from the end of the header."""
-
     name: str
     shape: Shape
     kind: int

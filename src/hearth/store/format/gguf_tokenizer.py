@@ -31,8 +31,6 @@ _ENDS = ("eos", "eot", "eom")
 
 @dataclass(frozen=True, slots=True)
 class _Splitter:
-    """How a byte-level tokenizer cuts text into words before it merges."""
-
     patterns: tuple[str, ...]  #: each cuts what the one before it has left
     ignores_merges: bool = False  #: a word that is a token is taken whole, whatever the merges say
     adds_bos: bool = False  #: prompts begin with it where the file does not say
@@ -46,7 +44,6 @@ _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _Splitter((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _TAIL,), ignores_merges=True, adds_bos=True)
 _QWEN2 = _Splitter((_CONTRACTIONS + _WORDS + r"\p{N}" + _TAIL,))
 
-#: Splitters by the value of `tokenizer.ggml.pre`.
 _SPLITTERS: Mapping[str, _Splitter] = {
     "default": _Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _Splitter((_GPT2,)),
@@ -70,8 +67,6 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How the tokenizer is built for a value of `tokenizer.ggml.model`."""
-
     build: Callable[[Fields, _Vocabulary], Tokenizer]
     default_roles: Mapping[str, int] = field(default_factory=dict)
 

@@ -36,7 +36,6 @@ from hearth.store.format.torch_file import open_torch_file
 SAFETENSORS = "model.safetensors"
 PICKLE = "pytorch_model.bin"
 
-#: safetensors' names of the dtypes that can be read, and torch's.
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 #: The largest header of a safetensors file, that of a hundred thousand tensors.
@@ -84,7 +83,6 @@ class _HfTensor:
 
 
 def _is_file(path: Path) -> bool:
-    """True if there is a file, perhaps behind a link. Raises BadCheckpoint for anything else of that name."""
     with _naming(path):
         try:
             mode = path.stat().st_mode

@@ -49,7 +49,6 @@ FORMAT = "hearth-model"
 VERSION = 2
 CHUNK_BYTES = 16 << 20
 TOKENIZER = "tokenizer.json"
-#: The files that a tokenizer and its chat template are read from.
 TEXT_FILES = frozenset(
     {
         TOKENIZER,
@@ -201,15 +200,11 @@ def read_manifest_text(directory: Path) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Parse and check a manifest. Raises BadCheckpoint also for JSON that is broken."""
     return manifest_of(parse_json(text, f"`{where}`", BadCheckpoint), where)
 
 
 def manifest_of(raw: object, where: str) -> Manifest:
-    """Return the manifest that JSON holds.
-
-    Raises BadCheckpoint for one that is changed, of another version, or contradicts itself.
-    """
+    """Raises BadCheckpoint for a description that is changed, of another version, or contradicts itself."""
     digest = take_digest(raw, FORMAT, VERSION, where)
     manifest = decode(Manifest, raw, where)
     _check_arch(manifest.arch, where)
@@ -241,11 +236,7 @@ def damage_of(file: TextFile, directory: Path) -> str | None:
 
 
 def check_texts(manifest: StoredManifest, directory: Path) -> None:
-    """Check all files in a directory that a tokenizer would be made of.
-
-    Raises:
-        ChunkCorrupt: one is not the file that was stored, or was put there since.
-    """
+    """Check all files that a tokenizer would be made of. Raises ChunkCorrupt for a changed or added one."""
     for file in manifest.files:
         if damage := damage_of(file, directory):
             raise ChunkCorrupt(f"`{directory / file.name}` {damage}; convert or fetch the model again")
@@ -269,7 +260,6 @@ def _digest_of_fields(content: Mapping[str, object]) -> Digest:
 
 
 def _layer_ranges(layout: Layout) -> tuple[ByteRange, ...]:
-    """Return `layout.layer_range` of every layer, in one pass over the tensors."""
     inner = (spec for spec in layout.tensors if spec.name.startswith("layers."))
     groups = (list(specs) for _, specs in groupby(inner, lambda spec: spec.name.split(".")[1]))
     return tuple(ByteRange(specs[0].offset, specs[-1].end) for specs in groups)

@@ -59,7 +59,6 @@ _HARMLESS = frozenset(
         "bias",
     }
 )
-#: Fields whose names do not say enough.
 _REASONS = {
     "use_dora": "DoRA scales the weights of the base as well",
     "modules_to_save": "whole layers were trained beside the factors",
@@ -96,13 +95,7 @@ class PeftAdapter:
 
 
 def open_peft(directory: Path) -> PeftAdapter:
-    """Read what an adapter consists of.
-
-    Raises:
-        UnsupportedModel: it is of a kind that cannot be served.
-        SourceMissing: there is none.
-        BadCheckpoint: its files are missing, broken or contradict each other.
-    """
+    """Raises UnsupportedModel, SourceMissing, and BadCheckpoint for files that are missing or wrong."""
     path = directory / CONFIG
     try:
         config = _Config(path, read_object(path, BadCheckpoint))
@@ -170,7 +163,6 @@ class _Config:
         return name if isinstance(name, str) and name else None
 
     def check(self) -> None:
-        """Refuse what the factors alone do not say."""
         if (kind := self.fields.get("peft_type")) != "LORA":
             raise UnsupportedModel(
                 f"`{self.path}` has `peft_type` {brief(kind)}; supported: 'LORA', also with `use_rslora`"

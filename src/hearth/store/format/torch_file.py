@@ -25,7 +25,6 @@ import torch
 from hearth.core.errors import BadCheckpoint
 from hearth.core.model_files import brief
 
-#: How a file begins that torch can map.
 ZIP_MAGIC = b"PK\x03\x04"
 
 #: The largest pickle, that of ten thousand tensors: objects take up to 60 times the memory of their pickle.
@@ -48,7 +47,6 @@ _HARMLESS = re.compile(
     r"|torch (Float|Half|BFloat16|Double|Long|Int|Short|Char|Byte|Bool)Storage"
 )
 
-#: What torch raises for a file that ends early or holds something else.
 _UNREADABLE = (
     pickle.UnpicklingError,
     struct.error,

@@ -76,7 +76,6 @@ def _keep_hashes(
 def _check_weights(
     path: Path, manifest: StoredManifest, on_progress: OnProgress | None, xxh3: list[str]
 ) -> list[BadChunk | BadFile]:
-    """Return what is wrong with the chunks, and append the xxh3 of each."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError as error:

@@ -53,7 +53,6 @@ def tell_widening(manifest: Manifest) -> None:
 
 
 def widen_in_place(base: torch.Tensor, stored: TensorSpec, served: TensorSpec) -> None:
-    """Widen one tensor that was loaded, narrow, at the end of its own wide bytes."""
     if stored.dtype != served.dtype:
         _widen(base[len(base) - stored.nbytes :].clone(), base, stored, served)
 

@@ -64,8 +64,6 @@ class WrittenWeights:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A directory that becomes a model when it is complete."""
-
     directory: Path
     num_bytes: int  #: bytes of all files that will be in it
 
@@ -76,7 +74,6 @@ class Staging:
         chunk_bytes: int,
         on_progress: OnProgress | None = None,
     ) -> WrittenWeights:
-        """Write the tensors, given in the order of their layout, to their offsets."""
         return self.write_pieces(_padded(tensors), num_bytes, chunk_bytes, on_progress)
 
     def write_pieces(
@@ -178,7 +175,6 @@ def staged(dest: Path, num_bytes: int, *, overwrite: bool = False, wait: bool = 
 
 
 def _padded(tensors: Iterable[PackedTensor]) -> Iterator[memoryview]:
-    """Yield the bytes of each tensor, then the zeros before the next."""
     for packed in tensors:
         spec = packed.spec
         yield packed.memory()
@@ -260,10 +256,7 @@ def _is_model(directory: Path) -> bool:
 
 
 def _publish(directory: Path, dest: Path) -> None:
-    """Put the directory to `dest`.
-
-    Its lock comes along, for without it another conversion could take the directory for a dead one's.
-    """
+    """Its lock comes along, for without it another conversion could take the directory for a dead one's."""
     try:
         _sync(directory)
         if not (dest / MANIFEST).is_file():

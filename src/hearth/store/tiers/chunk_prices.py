@@ -50,7 +50,6 @@ class ChunkPrices:
         #: Each model's copies by directory, as they were last loaded: they share chunks and demand, but one
         #: may be remote or weigh more. Every model has a copy, and its chunks are in `_chunks`.
         self._copies: dict[Digest, dict[Path, StoredModel]] = {}
-        #: What each directory holds.
         self._digests: dict[Path, Digest] = {}
         #: Loads begin and end on several threads while tiers ask for prices.
         self._lock = Lock()

@@ -55,10 +55,7 @@ class S3Access:
 
 
 def find_s3_access(environ: Mapping[str, str]) -> S3Access:
-    """Return where S3 is and who asks there, from the environment and the files of profiles.
-
-    Raises ConfigError where these files, or the keys that they should give, are incomplete.
-    """
+    """Raises ConfigError where profiles, or the keys that they should give, are incomplete."""
     profile = _read_profile(environ)
     region = _first(environ, "AWS_REGION", "AWS_DEFAULT_REGION")
     endpoint = _first(environ, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")

@@ -50,8 +50,6 @@ class Location:
 
 @dataclass(slots=True)
 class DiskCounters:
-    """Counts of what a disk tier has done. Mutable; written only by the `DiskTier` that owns them."""
-
     num_hits: int = 0
     num_kept: int = 0
     num_evicted: int = 0
@@ -99,7 +97,6 @@ class DiskTier:
         self._models: dict[Path, _Registered] = {}
         #: Where files of weights hold each chunk, in the order of registration. No list is empty.
         self._locations: dict[ChunkId, list[Location]] = {}
-        #: Every chunk that has a file of its own.
         self._files: dict[ChunkId, _ChunkFile] = {}
         #: Bytes of every chunk file being written. They count as used, and no other thread touches the file.
         self._writing: dict[ChunkId, int] = {}
@@ -137,7 +134,6 @@ class DiskTier:
                 self._locations.setdefault(chunk.id, []).append(location)
 
     def forget(self, directory: Path) -> None:
-        """Undo `register`. Deletes none of the model's files."""
         directory = directory.resolve()
         with self._lock:
             self._forget(directory)
@@ -213,11 +209,7 @@ class DiskTier:
         return True
 
     def condemn(self, location: Location) -> None:
-        """Give up a location whose bytes are wrong or cannot be read.
-
-        A chunk file is deleted; a location in a file of weights is left out until its model is registered
-        again.
-        """
+        """Delete a bad chunk file; leave bad weights out until their model is registered again."""
         with self._lock:
             chunk_id, model = _chunk_of(location.path), self._models.get(location.path.parent)
             file = None if chunk_id is None else self._files.get(chunk_id)

@@ -95,7 +95,6 @@ class Touching:
             thread.join()
 
     def stop(self) -> None:
-        """Stop, and wait for the threads."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -171,14 +170,12 @@ class Pinning:
 
     @property
     def is_complete(self) -> bool:
-        """True if everything is pinned."""
         return len(self._codes) == len(self._regions) and not any(self._codes.values())
 
     def is_pinned(self, region: int) -> bool:
         return self._codes.get(region) == 0  # single operations of a dict are atomic
 
     def is_settled(self, region: int) -> bool:
-        """True if a region is pinned, or cannot be."""
         return region in self._codes  # as above
 
     def pin(self, region: int) -> None:

@@ -56,7 +56,6 @@ def read_hashed(fd: int, offset: int, buffer: memoryview, piece_bytes: int, bloc
 
 
 def is_native() -> bool:
-    """True if chunks are read outside the interpreter on this machine."""
     return _native() is not None
 
 

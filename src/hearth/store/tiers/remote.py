@@ -59,10 +59,7 @@ class Retry:
         return self.stall_s + num_bytes / self.min_bytes_per_s
 
     def delays_s(self) -> Iterator[float]:
-        """Yield the pause before each further try: twice as long each time, less a random part.
-
-        The random part spreads readers that failed at the same moment.
-        """
+        """Yield the pause before each further try: twice as long each time, less a random part."""
         for retry in range(self.num_tries - 1):
             longest_s = min(self.first_delay_s * 2**retry, self.max_delay_s)
             yield random.uniform(longest_s / 2, longest_s)
@@ -75,8 +72,6 @@ BRIEF = Retry(num_tries=1, stall_s=2.0, min_bytes_per_s=MAX_JSON_BYTES)
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of requests to a remote model. Written only by its RemoteModel, under a lock."""
-
     num_requests: int = 0
     num_retries: int = 0
     num_bytes: int = 0  #: bytes of answers that were usable
@@ -100,11 +95,7 @@ class RemoteModel:
         self._counting = threading.Lock()
 
     def read_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-        """Read a small file.
-
-        Raises ChunkMissing if there is none, BadCheckpoint if it has more than `max_bytes`, Unreachable if
-        no server answers.
-        """
+        """Raises ChunkMissing, BadCheckpoint for a file of more than `max_bytes`, and Unreachable."""
         return self._read(name, None, max_bytes=max_bytes).to_bytes()
 
     def read_into(self, offset: int, buffer: memoryview, is_wanted: Callable[[], bool] = _always) -> None:
@@ -245,10 +236,7 @@ class _Endpoint:
 
 
 def _open(url: str, retry: Retry, num_bytes: int) -> _Endpoint:
-    """Make a client for requests of at most so many bytes, which sends nothing yet.
-
-    Raises ConfigError for a URL or credentials that are no use.
-    """
+    """Make a client for requests of at most so many bytes. Raises ConfigError for URL or credentials."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("s3", "http", "https") or not parts.netloc:

@@ -64,7 +64,6 @@ class _Opened:
 
     @property
     def is_current(self) -> bool:
-        """True if no file of the model has changed since it was opened."""
         directory = self.model.directory
         return all(stamp_of(directory / name) == stamp for name, stamp in self.stamps.items())
 
@@ -214,7 +213,6 @@ class Tiers:
         return directory
 
     def loaded(self, record: LoadRecord) -> None:
-        """Learn from a load how fast the rungs are."""
         for rung, use in record.rungs.items():
             self.prices.moved(rung, use.num_bytes, use.seconds)
         log.info(
@@ -281,11 +279,7 @@ class Tiers:
         return StoredModel(directory.name, manifest, directory, remote, weight)
 
     def _open_version(self, address: RemoteAddress, weight: float = 1.0) -> StoredModel:
-        """Open one version of what lies at a URL, which is asked only if the description here is not whole.
-
-        Raises:
-            UpstreamChanged: the description is neither here nor there.
-        """
+        """Open one version, from disk if it is described there. Raises UpstreamChanged if it is gone."""
         remote, directory = self._remote(address), description_directory(self.disk.root, address)
         try:
             model = self._open_described(directory, weight, remote)

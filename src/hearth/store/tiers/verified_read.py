@@ -97,7 +97,6 @@ def _corrupt(path: Path, offset: int, buffer: memoryview, found: str) -> ChunkCo
 def _read(
     path: Path, offset: int, buffer: memoryview, may_be_direct: bool
 ) -> tuple[HashedRead, FileStamp | None, FileStamp | None]:
-    """Return what was read, and the states of the file before and after."""
     try:
         try:
             return _read_file(path, offset, buffer, may_be_direct=may_be_direct)

@@ -40,8 +40,7 @@ class ChunkCopies(Protocol):
     def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
         """Queue groups of copies as there is room; fewer of them once stopped.
 
-        Raises:
-            DeviceError: the device refused it. No copy of a group that does not count as queued is running.
+        Raises DeviceError. No copy of a group that does not count as queued is running then.
         """
 
     def stop(self) -> None: ...
@@ -68,7 +67,6 @@ class CopyStream:
 
     @property
     def handle(self) -> int:
-        """The stream, as the driver knows it."""
         return int(self._stream.cuda_stream)
 
     @property

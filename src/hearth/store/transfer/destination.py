@@ -31,7 +31,6 @@ class LoadPiece:
 
     @staticmethod
     def to(part: ByteRange, destination: torch.Tensor) -> LoadPiece:
-        """Return a piece that goes to a tensor of uint8."""
         assert destination.dtype == torch.uint8, f"{destination.dtype=}"
         assert destination.numel() == part.end - part.begin, f"a piece of {part}: {destination.numel()=}"
         return LoadPiece(part, destination.data_ptr(), destination)
@@ -108,7 +107,6 @@ class _Span:
 
 
 def _spans_of(pieces: Sequence[LoadPiece]) -> list[_Span]:
-    """Return the pieces in order, neighbours in file and memory joined."""
     spans: list[_Span] = []
     for piece in sorted(pieces, key=lambda piece: piece.part.begin):
         part, address = piece.part, piece.address
@@ -149,12 +147,7 @@ class PageMapping:
         self._errand = threads.start(self._run)
 
     def wait_for(self, part: ByteRange) -> None:
-        """Wait until these bytes are mapped.
-
-        Raises:
-            DeviceError: the device refuses it.
-            LoadCancelled: the mapping was stopped.
-        """
+        """Wait until these bytes are mapped. Raises DeviceError, and LoadCancelled once stopped."""
         wanted = min(part.end, self._end)
         with self._progress:
             while self._done < wanted and self._error is None:

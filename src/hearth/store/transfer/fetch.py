@@ -69,8 +69,6 @@ class HostChunk:
 
 @dataclass(slots=True)
 class HostCounters:
-    """Counts of the host tier. Mutable; written by the fetcher, under its lock."""
-
     num_hits: int = 0
     num_fills: int = 0
     num_failures: int = 0
@@ -119,7 +117,6 @@ class Fetcher:
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._far_jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        #: Loads that have not ended.
         self._live: set[Fetch] = set()
         self._is_closed = False
         self._readers = self._start_readers("hearth-read", self._jobs, num_readers)
@@ -218,7 +215,6 @@ class Fetcher:
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def _pump(self) -> None:
-        """Give cells to loads in rotation, while there are cells and open windows."""
         num_stuck = 0
         while self._round_robin and num_stuck < len(self._round_robin):
             fetch = self._round_robin[0]

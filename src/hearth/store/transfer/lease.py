@@ -90,10 +90,7 @@ class Lease:
     def begin(self) -> None:
         """Wait until a keeper grants the lease, unless one has.
 
-        Raises:
-            KeeperGone: no keeper came within `KEEPER_WAIT_S`.
-            LoadCancelled: the lease was cancelled.
-            StoreError: as `LeaseClient.grant`.
+        Raises KeeperGone after `KEEPER_WAIT_S`, LoadCancelled, and StoreError as `LeaseClient.grant`.
         """
         if not isinstance(self.state, Grant):
             self._acquire(self._chunks, time.monotonic() + KEEPER_WAIT_S)
@@ -270,7 +267,6 @@ class Lease:
             return slot is None or self._staging.is_filled(slot)
 
     def _drop_staged(self) -> None:
-        """Release chunks that were taken and will not be yielded."""
         with self._lock:
             dropped = list(self._staged)
             self._staged.clear()
@@ -295,9 +291,7 @@ def await_keeper(
     """Return what the keeper answers; one that died is asked again until `give_up_s`, by `time.monotonic`.
 
     `pause` waits for that many seconds, or less if the answer is no longer wanted.
-
-    Raises:
-        KeeperGone: no keeper came in time, or the answer is no longer wanted.
+    Raises KeeperGone if no keeper came in time, or the answer is no longer wanted.
     """
     if give_up_s is None:
         give_up_s = time.monotonic() + KEEPER_WAIT_S

@@ -48,7 +48,6 @@ MAX_QUESTIONS = 4096
 MAX_IDLE = 4
 
 
-#: The kind of manifest: a model's or an adapter's.
 M = TypeVar("M", bound=StoredManifest, covariant=True)
 
 
@@ -69,7 +68,6 @@ class Opened(Generic[M]):
 
     @property
     def is_in_host(self) -> bool:
-        """True if all of it was in host memory when it was opened."""
         return self.host_bytes >= self.distinct_bytes
 
     @property
@@ -91,7 +89,6 @@ class LeaseRequest:
     question: LeaseChunks
 
     def close(self) -> None:
-        """Give the lease up: the keeper takes all its chunks back."""
         self.connection.close()
 
 
@@ -173,12 +170,7 @@ class LeaseClient:
     # Models and their files.
 
     def open(self, where: str | Path, weight: float = 1.0) -> OpenedModel:
-        """Have the keeper open a converted model. A relative path is relative to this process.
-
-        Raises:
-            KeeperGone: no keeper answers.
-            HearthError: there is no such model, or it cannot be opened.
-        """
+        """A relative path is relative to this process. Raises KeeperGone and other HearthErrors."""
         opened, where = self._open(where, weight)
         manifest = of_model(self._manifest(opened), where)
         return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
@@ -190,22 +182,15 @@ class LeaseClient:
         return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
 
     def describe(self, directory: Path) -> Manifest:
-        """Read a model's manifest and check its tokenizer, before the model is opened.
-
-        Raises:
-            HearthError: there is no such model, or a file of it is damaged.
-        """
+        """Read a model's manifest and check its tokenizer, before the model is opened. Raises HearthError."""
         manifest = of_model(self._read(directory), str(directory))
         self.text_file(manifest, directory, TOKENIZER)
         return manifest
 
     def text_file(self, manifest: Manifest, directory: Path, name: str) -> Path | None:
-        """Return a file beside a model's weights; None: the model has none of that name.
+        """Return a file beside a model's weights; None: the model has none. Raises ChunkCorrupt.
 
         Each state of the file is verified once, because hashing some MB takes milliseconds.
-
-        Raises:
-            ChunkCorrupt: the file is not the one that was stored.
         """
         file = next((file for file in manifest.files if file.name == name), None)
         if file is None:
@@ -285,9 +270,7 @@ class LeaseClient:
     ) -> Grant:
         """Wait for the keeper to grant chunks of a model. `request`: what `request` has returned.
 
-        Raises:
-            KeeperGone: no keeper answers.
-            StoreError: the keeper does not have the model any more, or has another one in its place.
+        Raises KeeperGone, and StoreError if the keeper has another model in its place, or none.
         """
         if request is not None and (request.model is not model or request.question.chunks != tuple(chunks)):
             request.close()
@@ -421,10 +404,7 @@ class HostPrefetch:
         self._is_cancelled = False
 
     def wait(self) -> bool:
-        """Wait until the prefetch is over; return whether all of the model is in host memory.
-
-        Raises what the keeper met, LoadCancelled after `cancel`, StoreError if the keeper is gone.
-        """
+        """Return whether all of the model is in host memory. Raises LoadCancelled, or what the keeper met."""
         with self._connection, closing(received(self._connection)) as messages:
             try:
                 message = next(messages, None)

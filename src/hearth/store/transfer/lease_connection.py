@@ -140,7 +140,6 @@ class Grant:
         return self.num_chunks - self._num_taken
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks one by one, pinned. Raises as `take_pinned`."""
         for _ in range(self.num_chunks):
             yield from self.take_pinned(1)
 

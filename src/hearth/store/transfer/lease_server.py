@@ -248,7 +248,6 @@ class _Session:
         return ModelForgotten()
 
     def _model_to_load(self, digest: Digest, directory: str) -> StoredModel | None:
-        """Return an opened model; None: the worker was told that it is not open."""
         self._end_load()
         model = self._models.get((digest, directory))
         if model is None:
@@ -313,7 +312,6 @@ class _Session:
             self._run(self._prefetch, fetch)
 
     def _run(self, act: Callable[[Fetch], None], fetch: Fetch) -> None:
-        """Follow a load on a thread of its own; refuse the load if there can be none."""
         try:
             self._fetch, self._sender = fetch, self._senders.start(lambda: act(fetch))
         except RuntimeError as error:

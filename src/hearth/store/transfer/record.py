@@ -35,8 +35,6 @@ class RungTotals:
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """How a load went. All times count from its beginning."""
-
     model: str
     num_bytes: int  #: bytes that reached the device
     rungs: Mapping[Rung, RungTotals]

@@ -127,8 +127,7 @@ class Transfer:
     def wait_for(self, part: ByteRange) -> None:
         """Make the current stream wait for these bytes, and this thread until their copies are queued.
 
-        Raises:
-            StoreError: a chunk cannot be had, or the transfer was cancelled.
+        Raises StoreError if a chunk cannot be had, or the transfer was cancelled.
         """
         num_wanted = bisect_left(self._destination.chunks, self._destination.manifest.chunks_of(part).stop)
         with self._progress:
@@ -274,9 +273,7 @@ class Transfer:
     def _queue(self, groups: Sequence[Sequence[HostChunk]]) -> None:
         """Queue the copies of chunks, those of a group as one, and wake threads that wait for them.
 
-        Raises:
-            DeviceError: the device refuses them.
-            LoadCancelled: the transfer was cancelled.
+        Raises DeviceError if the device refuses them, and LoadCancelled.
         """
         num_before, copies_of = self._copies.num_queued, self._destination.copies_of
         try:
@@ -353,7 +350,6 @@ class Transfer:
         self._source.cancel()
 
     def _tell_end(self) -> None:
-        """Report how it ended, unless that was reported."""
         outcome: LoadRecord | HearthError
         with self._progress:
             if self._error is not None:
