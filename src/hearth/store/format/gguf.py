@@ -65,7 +65,6 @@ _VALUES: Mapping[GGMLQuantizationType, type[np.generic]] = {
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[ModelSource]:
-    """Open a GGUF file by mapping it; each tensor is dequantised on its own when it is read."""
     data = _mapped(path)
     header = _header(path, data)
     metadata = Fields("GGUF", header.metadata, where=f"`{path}`")
@@ -161,7 +160,6 @@ def _header(path: Path, data: npt.NDArray[np.uint8]) -> GgufHeader:
 
 
 def _rope_factors(stored: _GgufTensor, path: Path) -> list[float]:
-    """Return the divisors of the rotary frequencies, which are positive numbers."""
     if stored.kind not in _FLOATS or len(stored.shape) != 1 or stored.shape[0] > MAX_ROPE_FACTORS:
         raise BadCheckpoint(
             f"`{path}`: tensor `{ROPE_FACTORS}` must be up to {MAX_ROPE_FACTORS} floats, "
@@ -195,7 +193,6 @@ def _in_order(name: str, stored: _GgufTensor, heads: Mapping[str, int]) -> Store
 
 
 def _transformers_name(name: str) -> str:
-    """Return transformers' name of a tensor. One of llama.cpp's other architectures stays as it is."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if found is None:
         return name

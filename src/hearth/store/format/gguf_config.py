@@ -132,7 +132,6 @@ def _scaling(metadata: Fields, family: str) -> dict[str, object]:
 
 
 def _llama3(metadata: Fields, theta: float, dim: int, factors: Sequence[float]) -> dict[str, object]:
-    """Return Llama 3's scaling that has these divisors; its factor is that of the lowest frequency."""
     factor = round(max(factors), 4)
     is_whole = 2 * len(factors) == dim  # or a head of absurd size would have as many factors computed
     if not is_whole or not all(map(_is_close, factors, _llama3_factors(theta, dim, factor))):

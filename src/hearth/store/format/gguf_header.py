@@ -151,7 +151,6 @@ class _Cursor:
         return values
 
     def count_items(self, what: str) -> int:
-        """Return the length of an array; that of all arrays together has a limit."""
         number = self.uint64(f"the length of {what}")
         self._num_items += number
         if self._num_items > MAX_ITEMS:
@@ -220,7 +219,6 @@ def _alignment_bytes(metadata: dict[str, object]) -> int:
 
 
 def _placed(draft: _Draft, first: int, file_bytes: int) -> TensorEntry:
-    """Return a tensor whose bytes, which are as many as its shape says, lie in the file."""
     what = f"tensor {draft.name!r:.80}"
     try:
         kind = GGMLQuantizationType(draft.kind)

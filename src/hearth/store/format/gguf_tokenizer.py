@@ -23,7 +23,6 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 #: longest token, in characters, and the number of merges. Those of the largest models are a quarter of them.
 _MAX_PIECE, _MAX_MERGES = 512, 1 << 21
 
-#: transformers' names of the roles of tokens, and GGUF's of their ids.
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 #: Tokens that end an output: of the text, of a turn, of a message that calls a tool.
 _ENDS = ("eos", "eot", "eom")
@@ -72,7 +71,6 @@ class _Kind:
 
 
 def text_files(metadata: Fields) -> dict[str, bytes]:
-    """Return the tokenizer's files by name, as transformers would have saved them."""
     name = metadata.text(_PREFIX + "model")
     if name not in _KINDS:
         raise BadTokenizer(

@@ -120,7 +120,6 @@ def _safetensors(path: Path) -> dict[str, _HfTensor]:
 
 
 def _check_header(path: Path) -> None:
-    """Refuse a header that is longer than its file, or than any known one; the library checks the rest."""
     with _naming(path), path.open("rb") as file:
         length = file.read(8)
         left_bytes = path.stat().st_size - len(length)

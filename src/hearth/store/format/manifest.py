@@ -58,7 +58,6 @@ TEXT_FILES = frozenset(
         "chat_template.jinja",
     }
 )
-#: The largest chunk: a reader has memory for all of it.
 MAX_CHUNK_BYTES = 1 << 30
 
 
@@ -68,7 +67,6 @@ def digest_of(data: bytes | bytearray | memoryview, *, on_all_cores: bool = Fals
 
 
 def mismatch(data: bytes | bytearray, wanted: Digest) -> str | None:
-    """Return why the bytes are not those that were stored; None if they are."""
     found = digest_of(data)
     return None if found == wanted else f"its hash is {found}, the manifest says {wanted}"
 
@@ -79,8 +77,6 @@ def is_digest(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of weights.bin: the unit that is read, hashed and moved."""
-
     digest: Digest
     num_bytes: int
 
@@ -225,7 +221,6 @@ def of_model(stored: StoredManifest, where: str) -> Manifest:
 
 
 def damage_of(file: TextFile, directory: Path) -> str | None:
-    """Return why the file in the directory is not the one that was stored; None if it is."""
     try:
         data = read_bytes(directory / file.name, file.num_bytes, BadCheckpoint)
     except FileNotFoundError as error:
@@ -255,7 +250,6 @@ def _fields(item: object) -> dict[str, object]:
 
 
 def _digest_of_fields(content: Mapping[str, object]) -> Digest:
-    """Return the hash of the fields in one fixed form, however they are laid out in the file."""
     return digest_of(json.dumps(content, default=_fields, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -336,7 +330,6 @@ def _check_layout(manifest: Manifest, where: str) -> None:
 
 
 def check_chunks(manifest: StoredManifest, where: str) -> None:
-    """Refuse chunks that do not add up, and names of files or digests that lead elsewhere."""
     if not 0 < manifest.chunk_bytes <= MAX_CHUNK_BYTES or manifest.chunk_bytes % ALIGNMENT_BYTES:
         raise BadCheckpoint(
             f"{where}: `chunk_bytes` must be a multiple of {ALIGNMENT_BYTES}, given: {manifest.chunk_bytes}, "

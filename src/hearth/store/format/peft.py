@@ -26,7 +26,6 @@ from hearth.store.format.hf import read_checkpoint
 CONFIG = "adapter_config.json"
 SAFETENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
-#: Fields that change nothing of what is computed, or whose effect the tensors show.
 _HARMLESS = frozenset(
     {
         "auto_mapping",
@@ -83,7 +82,6 @@ MAX_NAME_CHARS = 512  #: of a tensor
 #: The most ways, over all patterns and modules, to share out the longest name among a pattern's repetitions:
 #: a second or so.
 MAX_TRIES = 10**10
-#: The largest `lora_alpha`, of either sign.
 MAX_ALPHA = 1e6
 
 
@@ -113,7 +111,6 @@ def open_peft(directory: Path) -> PeftAdapter:
 
 
 def _factors(checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
-    """Return the names of both factors of each module. Raises for tensors that are neither."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for name in checkpoint:
         match = _FACTOR.fullmatch(name)
@@ -186,7 +183,6 @@ class _Config:
                 )
 
     def check_targets(self, modules: Iterable[str]) -> None:
-        """Refuse factors of modules that the config does not name, where it names them one by one."""
         targets = self.fields.get("target_modules")
         if not isinstance(targets, list):  # an untrusted pattern is not run; the factors say it all
             return
@@ -199,7 +195,6 @@ class _Config:
                 )
 
     def scale_of(self, shapes: Mapping[str, Shape]) -> dict[str, float]:
-        """Return how much the factors of each module count, whose `a` has that shape."""
         ranks = self._by_pattern("rank_pattern", self.fields.get("r", 8), shapes)
         alphas = self._by_pattern("alpha_pattern", self.fields.get("lora_alpha", 8), shapes)
         return {

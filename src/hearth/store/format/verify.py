@@ -68,7 +68,6 @@ def verify(
 def _keep_hashes(
     store: Path, directory: Path, manifest: StoredManifest, before: FileStamp | None, xxh3: Sequence[str]
 ) -> None:
-    """Keep the xxh3 of the chunks, unless the file was written to while it was read."""
     if before is not None and stamp_of(directory / WEIGHTS) == before:
         write_hashes(store.resolve(), directory, manifest, before, xxh3)
 

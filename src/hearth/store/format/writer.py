@@ -83,7 +83,6 @@ class Staging:
         chunk_bytes: int,
         on_progress: OnProgress | None = None,
     ) -> WrittenWeights:
-        """Write bytes, given piece by piece without gaps."""
         assert chunk_bytes >= ALIGNMENT_BYTES, f"{chunk_bytes=}"
         assert chunk_bytes % ALIGNMENT_BYTES == 0, f"{chunk_bytes=}"
         chunks: list[Chunk] = []
@@ -298,7 +297,6 @@ def _rename_both(directory: Path, dest: Path) -> None:
 
 
 def _recover(dest: Path) -> None:
-    """Put in order what a conversion has left that ended while it replaced a model."""
     replaced = _replaced(dest)
     if replaced.exists():
         with _locked(replaced, wait=True):  # its owner may be about to remove it

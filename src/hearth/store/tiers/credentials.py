@@ -22,14 +22,12 @@ from dataclasses import dataclass, field
 
 from hearth.core.errors import ConfigError
 
-#: Variables that tell the client library where keys can be fetched, in its own order
 DELEGATES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_METADATA_ENDPOINT",
 )
-#: Entries of a profile that say how to obtain keys, which takes one of Amazon's own tools
 OBTAINED = ("credential_process", "role_arn", "sso_session", "sso_start_url")
 
 

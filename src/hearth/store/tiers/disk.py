@@ -61,8 +61,6 @@ class DiskCounters:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkFile:
-    """A chunk in a file of its own, named by all that is known of it."""
-
     num_bytes: int
     xxh3: str
     is_sure: bool  #: only this user could have written it; False: only BLAKE3 counts
@@ -100,7 +98,6 @@ class DiskTier:
         self._files: dict[ChunkId, _ChunkFile] = {}
         #: Bytes of every chunk file being written. They count as used, and no other thread touches the file.
         self._writing: dict[ChunkId, int] = {}
-        #: Some of the chunk files, the first to be evicted first.
         self._order = EvictionOrder()
         self._scan()
 
@@ -255,7 +252,6 @@ class DiskTier:
                         self._files[chunk_id] = file
 
     def _read_models(self) -> Iterator[tuple[Path, StoredManifest | None]]:
-        """Yield the models under the root; None stands for a description that cannot be read."""
         for path in sorted(self.root.glob(f"models/[!.]*/{MANIFEST}")):
             try:
                 yield path.parent, read_description(path.parent)
@@ -264,7 +260,6 @@ class DiskTier:
                 yield path.parent, None
 
     def _is_private(self, path: Path) -> bool:
-        """True if only this user may write or rename chunk files there."""
         return all(map(is_private, (self.root, self.root / "chunks", path.parent)))
 
     def _path(self, chunk_id: ChunkId, file: _ChunkFile) -> Path:
@@ -319,7 +314,6 @@ class DiskTier:
 
 
 def _chunk_of(path: Path) -> ChunkId | None:
-    """Return the chunk that a file is named by; None for a file that is no chunk's."""
     found = _CHUNK_FILE.fullmatch(path.name)
     return ChunkId(found[1]) if found else None
 

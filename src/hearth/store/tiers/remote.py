@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 #: Refusals by the server that are about the moment, not about the request
 PASSING = (408, 425, 429)
 RANGE_NOT_SATISFIABLE = 416
-#: The least for which a client is made: all small files share one.
 MIN_LIMITED_BYTES = 1 << 20
 #: The client library's own retries: none, or they would multiply with ours.
 NO_RETRY: RetryConfig = {"max_retries": 0}
@@ -145,7 +144,6 @@ class RemoteModel:
                 raise LoadCancelled(f"`{self.url}/{name}` is not needed any more, tries: {num_tries}")
 
     def _endpoint(self, num_bytes: int) -> _Endpoint:
-        """Return a client whose requests end within the time for so many bytes, or up to twice as many."""
         size_bytes = max(MIN_LIMITED_BYTES, 1 << (num_bytes - 1).bit_length())
         known = self._endpoints.get(size_bytes)  # made twice at the same moment it does no harm
         if known is None:
@@ -212,7 +210,6 @@ def _ends_early(url: str, part: ByteRange, reason: str) -> ChunkMissing:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status, which the client library gives in its text only: `... status code: 500 ...`"""
     found = re.search(r"status code: (\d{3})", str(error))
     return int(found[1]) if found else None
 

@@ -104,7 +104,6 @@ class Segment:
             pinning.pin(cell // self._region_cells)
 
     def pin_first(self, num_cells: int) -> None:
-        """Wait until the first cells are pinned, if this segment is pinned at all."""
         for cell in range(0, min(num_cells, self.num_cells), self._region_cells):
             self.pin(cell)
 
@@ -123,7 +122,6 @@ class Segment:
         return (pinning := self._pinning) is None or pinning.is_settled(cell // self._region_cells)
 
     def load_began(self) -> None:
-        """Touch and pin no cells in the background until as many loads have ended."""
         with self._lock:
             self._num_loads += 1
             for work in (self._touching, self._pinning):

@@ -135,7 +135,6 @@ class Tiers:
     def _open_described(
         self, directory: Path, weight: float, remote: RemoteModel | None = None
     ) -> StoredModel:
-        """Open the model whose description lies in a directory, and its weights too unless it is remote."""
         known = self._opened.get(directory)
         if known is not None and known.is_current and known.model.weight == weight:
             return known.model
@@ -173,7 +172,6 @@ class Tiers:
         return self.fetcher.refill(model, missing) if missing else None
 
     def _missing(self, model: StoredModel, chunks: Sequence[int]) -> list[int]:
-        """Return the chunks that host memory lacks, each once; none if the model could not stay."""
         ids = model.manifest.chunk_ids
         if not self._keeps_chunks or len(set(ids)) > self.segment.num_cells:
             return []
@@ -262,7 +260,6 @@ class Tiers:
         self.segment.close()
 
     def _open_newest(self, address: RemoteAddress, weight: float) -> StoredModel:
-        """Open whatever a URL holds now; that replaces on disk what it held when it was opened before."""
         remote, directory = self._remote(address), description_directory(self.disk.root, address)
         try:
             found = _read_description(remote)
@@ -304,7 +301,6 @@ class Tiers:
         return self._remotes.setdefault(address, RemoteModel(address.url)) if known is None else known
 
     def _keep_version(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
-        """Have a directory describe the version that a URL holds now, and say that it was seen there."""
         if not found.is_in(directory):
             self._describe(remote, found, directory)
         if note_version(directory, found.manifest.digest) is None:

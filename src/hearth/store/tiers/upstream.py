@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """A place in object storage and, where it is named, which version of what lies there."""
-
     url: str
     version: str | None = None  #: digest of the manifest; None: whatever is there now
 
@@ -48,7 +46,6 @@ class RemoteAddress:
 
 
 def parse_address(text: str) -> RemoteAddress:
-    """Return the address that a URL means, with or without a version behind it."""
     text = text.rstrip("/")
     found = _VERSION_ADDRESS.fullmatch(text)
     return RemoteAddress(text) if found is None else RemoteAddress(found["url"].rstrip("/"), found["version"])
@@ -61,8 +58,6 @@ def description_directory(root: Path, address: RemoteAddress) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Another version than the deployed one, seen upstream."""
-
     version: str
     noticed_at_s: float  #: since the epoch
 

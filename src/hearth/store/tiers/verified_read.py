@@ -29,7 +29,6 @@ from hearth.store.format.file_stamp import FileStamp, stamp_of
 from hearth.store.format.manifest import digest_of
 from hearth.store.tiers.read_hashed import CACHED_PIECE_BYTES, HashedRead, read_hashed
 
-#: Bytes of one request to the disk.
 DIRECT_PIECE_BYTES = 4 << 20
 #: Direct reads begin and end on a block. One that ends elsewhere has met the end of the file.
 _BLOCK_BYTES = 4096
@@ -85,7 +84,6 @@ def read_verified(
 
 
 def _is_sure(known: LocalHash, before: FileStamp | None, after: FileStamp | None) -> bool:
-    """True if the hash was found of this state of the file, and only this user may write it."""
     is_same = before is not None and before == after and before.is_ours
     return is_same and known.stamp in (None, before)
 

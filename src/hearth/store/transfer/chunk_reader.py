@@ -43,7 +43,6 @@ class ChunkReader:
         self._telling = threading.Lock()  #: guards `_is_full_known`, for many readers
 
     def is_far(self, model: StoredModel, index: int) -> bool:
-        """True if a chunk has to come from object storage, as far as is known before it is read."""
         return model.remote is not None and not self._disk.holds(model.manifest.chunk_ids[index])
 
     def deliver(
@@ -139,7 +138,6 @@ class ChunkReader:
 
 
 def _change_upstream(model: StoredModel, remote: RemoteModel) -> UpstreamChanged | None:
-    """Return that the model's URL holds another version by now, if it does; asked only after a failure."""
     try:
         version = version_at(remote)
     except HearthError:  # the failure before says what is wrong

@@ -74,7 +74,6 @@ class CopyStream:
         return self._stream.device
 
     def current_handle(self) -> int:
-        """Return the calling thread's current stream on this device, as the driver knows it."""
         return int(torch.cuda.current_stream(self._stream.device).cuda_stream)
 
     def wait_for_current(self) -> None:
@@ -107,8 +106,6 @@ def copies_of(num_chunks: int, stream: CopyStream | None) -> ChunkCopies:
 
 
 class SingleCopies:
-    """`ChunkCopies` that are made or queued one by one."""
-
     max_batch = 1
 
     def __init__(self, stream: CopyStream | None) -> None:

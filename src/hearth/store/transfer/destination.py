@@ -37,7 +37,6 @@ class LoadPiece:
 
 
 def whole(manifest: StoredManifest, base: torch.Tensor) -> list[LoadPiece]:
-    """Return the one piece of a model that is copied to a buffer as it lies in its file."""
     return [LoadPiece.to(ByteRange(0, manifest.num_bytes), base)]
 
 
@@ -47,7 +46,6 @@ class Destination:
     def __init__(
         self, manifest: StoredManifest, pieces: Sequence[LoadPiece], mapping: PageMapping | None = None
     ) -> None:
-        """`mapping`: maps the pages of the pieces; None: they are mapped."""
         self.manifest = manifest
         self._pieces = pieces  #: kept: their memory is written as long as this lives
         self._mapping = mapping
@@ -62,7 +60,6 @@ class Destination:
         return sum(span.end - span.begin for span in self._spans)
 
     def copies_of(self, chunks: Sequence[HostChunk]) -> list[ByteCopy]:
-        """Return the copies that bring chunks, which follow each other, to their places."""
         copies: list[ByteCopy] = []
         spans, num_spans, at = self._spans, len(self._spans), self._first
         for chunk in chunks:
@@ -95,14 +92,11 @@ class Destination:
 
 @dataclass(slots=True)
 class _Span:
-    """A byte range of a model, and the address that it is copied to. Mutable; written by `_spans_of`."""
-
     begin: int
     end: int
     address: int
 
     def touches(self, begin: int, address: int) -> bool:
-        """True if bytes from `begin` on follow this span, both in the file and in memory."""
         return begin == self.end and address - self.address == self.end - self.begin
 
 

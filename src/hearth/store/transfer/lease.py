@@ -27,7 +27,6 @@ from hearth.store.transfer.staging_buffers import StagingBuffers
 
 T = TypeVar("T")
 
-#: How long a lease waits for a keeper, and how long between two attempts.
 KEEPER_WAIT_S, KEEPER_RETRY_S = 15.0, 0.25
 #: Buffers released together: as many are filled meanwhile (`staging_buffers.NUM_SLOTS`).
 STAGED_RELEASE_BATCH = 4
@@ -133,7 +132,6 @@ class Lease:
             grant.release(*(chunk for chunk, own in zip(chunks, grants, strict=True) if own is grant))
 
     def cancel(self) -> None:
-        """Ask for no more chunks, and wake the thread that iterates."""
         with self._lock:
             self._is_cancelled = True
             if self._woken is not None:
@@ -195,7 +193,6 @@ class Lease:
         return batch
 
     def _next_staged(self, most: int) -> list[HostChunk]:
-        """Return the next chunk once it can be copied from, and later ones that can be already."""
         self._stage_ahead()
         batch = [self._take_staged()]
         try:

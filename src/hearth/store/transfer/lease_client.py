@@ -40,11 +40,9 @@ from hearth.store.transfer.lease_messages import (
 from hearth.store.transfer.staging_buffers import StagingBuffers
 
 MAX_HELLO_BYTES = 4096
-#: Manifests kept in memory, about 100 KB each.
 MAX_MANIFESTS = 256
 #: Encoded questions kept for `request`: the same adapters are asked for again and again.
 MAX_QUESTIONS = 4096
-#: Idle connections kept for the next leases. More leases at once are rare.
 MAX_IDLE = 4
 
 
@@ -53,8 +51,6 @@ M = TypeVar("M", bound=StoredManifest, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Opened(Generic[M]):
-    """A model or adapter that the keeper has opened, with its manifest."""
-
     name: str
     manifest: M
     directory: str  #: holds its manifest and the files of its tokenizer
@@ -164,7 +160,6 @@ class LeaseClient:
 
     @property
     def is_unstaged(self) -> bool:
-        """True if loads have to pin host memory themselves."""
         return self._is_pinned and self._is_device_up and self.staging is None
 
     # Models and their files.
@@ -204,7 +199,6 @@ class LeaseClient:
         return path
 
     def _open(self, where: str | Path, weight: float) -> tuple[ModelOpened, str]:
-        """Return the keeper's answer, and the absolute path or URL that was opened."""
         where = str(where) if "://" in str(where) else str(Path(where).absolute())
         connection, answer = self._ask(OpenModel(where, weight))
         if answer is None:
@@ -239,7 +233,6 @@ class LeaseClient:
     # Leases.
 
     def prefetch(self, model: Opened[StoredManifest]) -> HostPrefetch:
-        """Have the keeper bring a model into host memory, behind all loads."""
         connection, _ = self._connect()
         try:
             send(connection, PrefetchModel(model.digest, model.directory))
@@ -341,7 +334,6 @@ class LeaseClient:
             return self._idle.pop() if self._idle else None
 
     def _keep(self, connection: LeaseConnection) -> None:
-        """Keep a connection for the next lease or question, or close it."""
         with self._lock:
             is_current = connection.segment is self.segment and not self._is_closed
             is_kept = is_current and len(self._idle) < MAX_IDLE
@@ -420,7 +412,6 @@ class HostPrefetch:
         raise StoreError(f"the keeper that prefetched `{self._model.name}` is gone; ask again")
 
     def cancel(self) -> None:
-        """End the prefetch, and wake the thread that waits."""
         self._is_cancelled = True
         with suppress(OSError):  # the keeper may be gone, or has answered
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -442,7 +433,6 @@ def _answer(connection: LeaseConnection, question: Message) -> Message | None:
 
 
 def _introduce(path: Path, *, is_pinned: bool) -> tuple[socket.socket, Segment]:
-    """Return a connection to the keeper, and its segment, mapped. `is_pinned`: it will be pinned."""
     with ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:

@@ -50,7 +50,6 @@ from hearth.store.transfer.lease_messages import (
 from hearth.store.transfer.record import Delivery, totals_by_rung
 from hearth.system.standing_threads import StandingThreads, ThreadTask
 
-#: The file that a server locks while it makes its socket beside it.
 LOCK = "lending"
 #: Before the next attempt to accept, when the system has no room for one more connection.
 ACCEPT_DELAY_S = 0.1
@@ -255,7 +254,6 @@ class _Session:
         return model
 
     def _end_load(self) -> None:
-        """End the previous lease, whose chunks were all leased and released."""
         if self._fetch is None:
             return
         if not self._fetch.is_finished:
@@ -362,7 +360,6 @@ class _Session:
             self._tiers.prices.moved(rung, use.num_bytes, use.seconds)
 
     def _release(self, indices: Sequence[int]) -> None:
-        """Take chunks back, all at once, so that as many can be leased at once."""
         with self._lock:
             chunks = [self._leased.pop(index, None) for index in indices]
         if (fetch := self._fetch) is not None:
@@ -375,7 +372,6 @@ class _Session:
             )
 
     def _refill(self, load: Fetch) -> None:
-        """Fetch the chunks that a load passed through once more, to stay."""
         passed_through, load.passed_through = load.passed_through, []
         if not self._is_open(load.model):
             return
@@ -388,7 +384,6 @@ class _Session:
             log.warning("not_refilled model=%s reason=%s", load.model.name, error)
 
     def _let_stay(self, fetch: Fetch) -> None:
-        """Fetch chunks to stay, as long as their model is deployed."""
         try:
             for chunk in fetch:
                 fetch.release(chunk)

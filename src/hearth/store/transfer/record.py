@@ -113,7 +113,6 @@ def totals_by_rung(deliveries: Sequence[Delivery]) -> dict[Rung, RungTotals]:
 
 
 def _busy_s(deliveries: Sequence[Delivery]) -> float:
-    """Return the length of the union of the deliveries' intervals: readers work side by side, or rest."""
     busy_s, until_s = 0.0, -math.inf
     for delivery in sorted(deliveries, key=lambda d: d.began_s):
         ended_s = delivery.began_s + delivery.read_s + delivery.verify_s

@@ -26,9 +26,7 @@ from hearth.system.native_code import NativeCodeUnavailable, native_library
 #: Slots of a worker, few enough for the processor's cache: 48 GB/s, 40 with twice as many (docs/log.md). Four
 #: are released at a time, as many are filled meanwhile, and two copied from.
 NUM_SLOTS = 10
-#: Bytes read by one thread at a time.
 PIECE_BYTES = 1 << 20
-#: Cores left free while slots are filled, and the most threads that help.
 SPARE_CORES, MAX_THREADS = 2, 16
 
 _STARTING = threading.Lock()
@@ -80,7 +78,6 @@ class StagingBuffers:
             return None
 
     def fill(self, slot: int, source: Segment, cell: int, num_bytes: int) -> None:
-        """Start reading the first bytes of a cell into a taken slot."""
         self._ring.pin(slot)
         self._threads.ask(
             ctypes.byref(self._slots[slot]), source.fd, source.offset(cell), self._address(slot), num_bytes
@@ -111,8 +108,6 @@ class StagingBuffers:
 
 
 class _FillThreads:
-    """The threads of `staging_buffers.c`, which fill slots."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         #: Calls of a few microseconds, made with the interpreter lock held: beside a thread that computes,
         #: getting it back would take longer than filling the slot.

@@ -408,8 +408,6 @@ class Loader:
 
 
 class TransferGate:
-    """The `WeightGate` of a transfer of a whole model."""
-
     def __init__(self, transfer: Transfer, manifest: Manifest) -> None:
         self._transfer = transfer
         self._layers = manifest.layers
