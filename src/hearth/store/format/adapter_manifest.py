@@ -141,7 +141,7 @@ _PATTERNS: dict[bytes, _Pattern] = {}
 def _take_layout(manifest: AdapterManifest, where: str) -> None:
     """Have a manifest know its layout, once its targets fit its base.
 
-    All that are made alike share one: checking and laying out takes most of the time of looking an adapter up.
+    Adapters made alike share one: checking and laying out takes most of the time of looking one up.
     """
     key = msgspec.json.encode((manifest.dtype, manifest.dimensions, manifest.targets))
     pattern = _PATTERNS.get(key)
