@@ -16,7 +16,7 @@ from hearth.store.transfer.lease import Lease, await_keeper
 from hearth.store.transfer.lease_client import OpenedAdapter
 from hearth.store.transfer.record import LoadRecord
 from hearth.store.transfer.transfer import MAX_RUN_CHUNKS, Transfer, TransferHooks
-from hearth.worker.failure import Failure, failure_of
+from hearth.worker.failure import Failure, failure_of, start_thread
 from hearth.worker.runtime import HostingResources
 
 
@@ -63,7 +63,9 @@ def find_adapter(order: AdapterOrder, resources: HostingResources, post: PostAda
             )
         post(order.adapter, AdapterFound(opened))
 
-    _start(look_up, resources, lambda failure: post(order.adapter, AdapterMissing(failure)))
+    start_thread(
+        resources.loader.threads, look_up, lambda failure: post(order.adapter, AdapterMissing(failure))
+    )
 
 
 def adapter_lease(opened: OpenedAdapter, resources: HostingResources) -> Lease:
@@ -112,7 +114,7 @@ def load_adapter(
         lease.cancel()
         post(adapter, AdapterBroken(failure))
 
-    _start(load, resources, fail)
+    start_thread(resources.loader.threads, load, fail)
 
 
 def _load_pieces(layers: Sequence[tuple[int, ByteRange]], runs: Sequence[PieceRun]) -> list[LoadPiece]:
@@ -130,17 +132,3 @@ def _load_pieces(layers: Sequence[tuple[int, ByteRange]], runs: Sequence[PieceRu
         first = end
     assert first == len(layers), f"{first} pieces for {len(layers)} layers"
     return pieces
-
-
-def _start(
-    act: Callable[[], object], resources: HostingResources, on_failure: Callable[[Failure], None]
-) -> None:
-    """Run `act` beside the steps; `on_failure` receives what it raises."""
-
-    def run() -> None:
-        try:
-            act()
-        except Exception as error:  # the thread's top
-            on_failure(failure_of(error))
-
-    resources.loader.threads.start(run)

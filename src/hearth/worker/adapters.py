@@ -111,20 +111,20 @@ class WorkerAdapters:
             wanted.is_finding = True
             self._to_find.append(order)
             self._find_more()
-        self.look_again()
+        self.recheck()
 
     def ended(self, run: int) -> None:
         """Note the end of any request, with an adapter or without."""
         if (adapter := self.residency.ended(run)) is not None:
             self._pieces.rest(adapter)
-        self.look_again()
+        self.recheck()
 
     def forget(self, adapter: AdapterId) -> None:
         """Note that an adapter was removed: its memory is freed with its last request."""
         self._forgotten.add(adapter)
-        self.look_again()
+        self.recheck()
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         self._is_due = True
 
     def take_news(self, adapter: AdapterId, news: AdapterNews) -> AdapterLoaded | FailedRuns | None:
@@ -132,7 +132,7 @@ class WorkerAdapters:
 
         Raises ModelBroke if a model breaks by it: drop that one and take the same news again.
         """
-        self.look_again()
+        self.recheck()
         match news:
             case AdapterFound(opened):
                 self._looked_up()

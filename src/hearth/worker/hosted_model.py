@@ -22,6 +22,7 @@ from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.format.manifest import TOKENIZER
 from hearth.store.transfer.lease_client import OpenedModel
 from hearth.store.transfer.record import LoadRecord
+from hearth.worker.failure import start_thread
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
 from hearth.worker.hosting_state import (
     Assembling,
@@ -37,19 +38,16 @@ from hearth.worker.hosting_state import (
 )
 from hearth.worker.model_load import (
     EngineReady,
-    FrontLoaded,
     HostingNews,
-    HostPrefetched,
     ModelFound,
     ModelLoad,
     open_model,
-    start_thread,
 )
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.pending_requests import PendingRequests
-from hearth.worker.prefetch import ModelPrefetch
+from hearth.worker.prefetch import TurnPrefetch
 from hearth.worker.runtime import HostingResources
-from hearth.worker.weights_transfer import WeightsLoaded
+from hearth.worker.weights_transfer import ModelBroken, WeightsLoaded
 
 #: Tuples for `isinstance`, which is called many times a step.
 _WITH_ENGINE = (Loading, Loaded, Incomplete, Retired)
@@ -90,8 +88,7 @@ class HostedModel:
         self.memory: MemoryProfile | None = None  #: of its snapshot; None: it has none
         self.first_load: ModelLoaded | None = None  #: None: it was never whole
         self._opened: OpenedModel | None = None  #: the model as it was found
-        self._ahead: ModelPrefetch | None = None  #: while it waits for its turn, and is one of the next
-        self._untold: list[LoadRecord] = []  #: of bytes that came ahead, since all of it was there
+        self.prefetch = TurnPrefetch(order.model, resources, pool)
         self._resources, self._pool, self._post = resources, pool, post
         self._is_closed = threading.Event()  #: for the thread that looks the model up
 
@@ -118,17 +115,13 @@ class HostedModel:
 
     @property
     def is_loading(self) -> bool:
-        return isinstance(self.state, _UNDER_WAY) or self.crossing_bytes > 0
+        return isinstance(self.state, _UNDER_WAY) or self.prefetch.copying_bytes > 0
 
     @property
-    def crossing_bytes(self) -> int:
-        return 0 if self._ahead is None else self._ahead.crossing_bytes
-
-    @property
-    def can_cross(self) -> bool:
+    def can_copy(self) -> bool:
         """True if the model waits for its turn in host memory, and bytes of it that are not on the device."""
         spec = self.spec
-        if spec is None or self._ahead is None or not self._ahead.is_in_host or self.is_loading:
+        if spec is None or not self.prefetch.is_in_host or self.is_loading:
             return False
         return self._pool.resident_bytes(self.model) < spec.shape.stored.num_bytes
 
@@ -137,7 +130,7 @@ class HostedModel:
         """About how many bytes, as stored, are on the device: not those that are on their way."""
         if (load := self.load_under_way) is not None:
             return load.reused_bytes
-        return max(0, self._pool.resident_bytes(self.model) - self.crossing_bytes)
+        return max(0, self._pool.resident_bytes(self.model) - self.prefetch.copying_bytes)
 
     @property
     def is_loaded(self) -> bool:
@@ -195,7 +188,11 @@ class HostedModel:
             spec = hosting_spec(order, manifest, tokenizer_json, resources.device)
             post(order.hosting, ModelFound(spec, opened))
 
-        start_thread(look_up, resources, lambda news: post(order.hosting, news))
+        start_thread(
+            resources.loader.threads,
+            look_up,
+            lambda failure: post(order.hosting, ModelBroken(failure)),
+        )
 
     def found(self, news: ModelFound) -> None:
         match self.state:
@@ -280,46 +277,12 @@ class HostedModel:
             load.expect(request)
         return load
 
-    # What comes ahead of its turn.
-
-    def prefetch(self) -> None:
+    def start_prefetch(self) -> None:
         """Have the model come to host memory, unless it does or all of it is on the device."""
-        if (
-            self._ahead is None
-            and self._opened is not None
-            and not self.is_loading
-            and isinstance(self.state, Found | Incomplete | Retired)
-        ):
+        is_missing = isinstance(self.state, Found | Incomplete | Retired)
+        if self._opened is not None and not self.is_loading and is_missing:
             post, hosting = self._post, self.order.hosting
-            self._ahead = ModelPrefetch(
-                self.order, self._opened, self._resources, lambda news: post(hosting, news)
-            )
-
-    def prefetched(self, news: HostPrefetched) -> None:
-        if self._ahead is not None:
-            self._ahead.is_in_host = news.is_in_host
-
-    def cross(self, space: Space) -> None:
-        spec, pool, name = self.spec, self._pool, self.model
-        if spec is None or self._ahead is None:
-            raise self._wrong("cannot be loaded ahead")
-        self._ahead.cross(space, spec.layout, lambda part: pool.prepare(name, part))
-
-    def front_loaded(self, news: FrontLoaded) -> None:
-        if self._ahead is None:
-            raise self._wrong("was loaded ahead")
-        if news.record is None:
-            self._ahead.cancel()  # of which some may be going on
-        else:
-            self._untold.append(news.record)
-        self._ahead.crossing_bytes, self._ahead.is_in_host = 0, news.record is not None
-        self._pool.load_ended(self.model, is_whole=news.record is not None)
-
-    def stop_waiting(self) -> None:
-        """Have no more of the model come ahead of its turn; what is crossing still does."""
-        if self._ahead is not None and not self._ahead.crossing_bytes:
-            self._ahead.cancel()
-            self._ahead = None
+            self.prefetch.begin(self.order, self._opened, lambda news: post(hosting, news))
 
     def engine_ready(self, news: EngineReady) -> ModelLoaded | None:
         """Note that the engine is there. Returns the news if all bytes are as well."""
@@ -335,7 +298,7 @@ class HostedModel:
                 raise self._wrong("got an engine")
         load.is_engine_ready = True
         if news.is_whole:
-            load.crossing_s = load.ready_s = time.perf_counter()
+            load.transfer_began_s = load.ready_s = time.perf_counter()
             load.weights = _NO_LOAD
         return self._complete_if_whole()
 
@@ -354,7 +317,7 @@ class HostedModel:
             case Loading(served, load) if load.is_engine_ready and load.weights is not None:
                 times = _LoadTimes(
                     load.open_s,
-                    place_s=load.crossing_s - load.began_s,
+                    place_s=load.transfer_began_s - load.began_s,
                     assemble_s=load.ready_s - load.began_s,
                     kernels_s=load.kernels_s,
                 )
@@ -374,15 +337,15 @@ class HostedModel:
         if self._resources.config.graphs == "start":
             served.engine.runner.capture_all()
         record, widen_s = weights.record, weights.widen_s
-        untold, self._untold = self._untold, []
-        ahead_bytes = sum(one.num_bytes for one in untold)
+        prefetched = self.prefetch.take_records()
+        ahead_bytes = sum(one.num_bytes for one in prefetched)
         total_s = record.total_s + (widen_s or 0.0)
         loaded = ModelLoaded(
             model=self.model,
             hosting=self.order.hosting,
-            rungs=_sum_rungs([*untold, record]),
+            rungs=_sum_rungs([*prefetched, record]),
             reused_bytes=max(0, reused_bytes - ahead_bytes),
-            shared_bytes=record.shared_bytes + sum(one.shared_bytes for one in untold),
+            shared_bytes=record.shared_bytes + sum(one.shared_bytes for one in prefetched),
             open_s=times.open_s,
             assemble_s=times.assemble_s,
             first_layer_s=record.first_layer_s if widen_s is None else total_s,
@@ -408,11 +371,7 @@ class HostedModel:
         Unless all of it has come, the memory that it was to fill is given back. A model that has no engine
         yet is closed with it. Its stay ends, so what was posted is stale.
         """
-        if self._ahead is not None:
-            self._ahead.cancel()
-            if self._ahead.crossing_bytes:
-                self._pool.load_ended(self.model, is_whole=False)
-            self._ahead = None
+        self.prefetch.cancel()
         load = self.load_under_way
         if load is None:
             return

@@ -22,7 +22,7 @@ from hearth.worker.runtime import HostingResources
 from hearth.worker.turns import Turns
 from hearth.worker.weights_transfer import WeightsLoaded
 
-#: How many of those that wait for their turn come to host memory meanwhile.
+#: How many models that wait for their turn are prefetched to host memory.
 NUM_PREFETCHING = 2
 #: Engines of retired models that are kept. Besides pool memory each takes some tens of MB, mostly for graphs.
 MAX_RETIRED = 16
@@ -54,7 +54,7 @@ class HostedModels:
         self._resources, self._post = resources, post
         #: Retired models with their engine, the longest retired first.
         self._retired: dict[ModelId, HostedModel] = {}
-        #: The last one that found no room for bytes ahead of its turn, and the generation of memory then.
+        #: The last model without room for bytes before its turn, and the generation of memory then.
         self._vain_front: tuple[ModelId, int] | None = None
         self._is_prepared = False  #: for some model, which covers what all starts share
 
@@ -172,9 +172,9 @@ class HostedModels:
         self.limit_torch()
         log.info("model_dropped model=%s", model)
 
-    # Ahead of turns.
+    # Before turns.
 
-    def look_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Prefetch models that wait for their turn.
 
         The next ones come to host memory, and bytes of the very next to the device if its addresses last and
@@ -183,13 +183,13 @@ class HostedModels:
         line = self.turns.next_in_line()
         for model, hosted in self.hosted.items():
             if model not in line:
-                hosted.stop_waiting()
+                hosted.prefetch.stop()
         for model in [model for model in line if not self.hosted[model].is_loaded][:NUM_PREFETCHING]:
-            self.hosted[model].prefetch()
+            self.hosted[model].start_prefetch()
         if line and self.reclaimer.pool.keeps_addresses:
-            self._cross(line)
+            self._copy_first(line)
 
-    def _cross(self, line: Sequence[ModelId]) -> None:
+    def _copy_first(self, line: Sequence[ModelId]) -> None:
         if any(one.is_loading for one in self.hosted.values()) or (model := self.turns.early(line)) is None:
             return
         hosted, generation = self.hosted[model], self.reclaimer.policy.generation
@@ -200,13 +200,13 @@ class HostedModels:
         except DeviceError:  # it never fits, as is told in its turn
             return
         if space is not None:
-            hosted.cross(space)
+            hosted.prefetch.copy(space, spec.layout)
         else:
             self._vain_front = (model, generation)
 
     def front_loaded(self, hosted: HostedModel, news: FrontLoaded) -> ModelLoaded | None:
-        """Note that bytes of a model have crossed; if it is its turn by now, the rest follows."""
-        hosted.front_loaded(news)
+        """Note that first bytes of a model were copied; if it is its turn by now, the rest follows."""
+        hosted.prefetch.copied(news)
         self.reclaimer.policy.note_freed()
         return self.load(hosted) if self.turns.is_in_turn(hosted.model) else None
 

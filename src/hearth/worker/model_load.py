@@ -30,7 +30,7 @@ from hearth.store.transfer.destination import PageMapping
 from hearth.store.transfer.lease import Lease, await_keeper
 from hearth.store.transfer.lease_client import LeaseClient, OpenedModel
 from hearth.store.transfer.record import LoadRecord
-from hearth.worker.failure import failure_of
+from hearth.worker.failure import start_thread
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.runtime import HostingResources
@@ -160,7 +160,7 @@ class ModelLoad:
         self.is_almost_loaded = False
         self.weights: WeightsLoaded | None = None
         #: When the transfer began, if there is one, and when the engine was there: by `time.perf_counter`.
-        self.crossing_s = self.ready_s = 0.0
+        self.transfer_began_s = self.ready_s = 0.0
         self.kernels_s = 0.0  #: for bringing kernels to the device
         #: Keeps building and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
@@ -170,7 +170,11 @@ class ModelLoad:
         self._transfer: WeightsTransfer | None = None
         self._mapping: PageMapping | None = None
         self._new_mapping = partial(PageMapping, prepare, space.parts, resources.loader.threads)
-        start_thread(lambda: self._prepare(engine), resources, post)
+        start_thread(
+            resources.loader.threads,
+            lambda: self._prepare(engine),
+            lambda failure: post(ModelBroken(failure)),
+        )
 
     @property
     def can_follow(self) -> bool:
@@ -286,7 +290,7 @@ class ModelLoad:
                 return
             # Not before the lease has begun: a thread that maps keeps the interpreter from one that asks.
             self._mapping = self._new_mapping()
-            self.crossing_s = time.perf_counter()
+            self.transfer_began_s = time.perf_counter()
             self._transfer = WeightsTransfer(
                 lease, opened.manifest, space, self._spec.layout, self._mapping, resources.loader, self._post
             )
@@ -317,20 +321,6 @@ class ModelLoad:
         return snapshots.look(
             self._spec, self._space, engine, discarded=lambda reason: post(SnapshotDiscarded(reason))
         )
-
-
-def start_thread(
-    act: Callable[[], None], resources: HostingResources, post: Callable[[HostingNews], None]
-) -> None:
-    """Run `act` beside the steps; what it raises is posted."""
-
-    def run() -> None:
-        try:
-            act()
-        except Exception as error:  # the thread's top
-            post(ModelBroken(failure_of(error)))
-
-    resources.loader.threads.start(run)
 
 
 def open_model(lease_client: LeaseClient, order: HostModel, is_given_up: Callable[[], bool]) -> OpenedModel:

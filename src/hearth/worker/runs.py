@@ -131,7 +131,7 @@ class Runs:
         else:  # it is in line from now on, also while it waits for its adapter
             hosted.pending.unchecked.discard(order.run)
             hosted.pending.held[order.run] = request
-            self._adapters.look_again()
+            self._adapters.recheck()
         if isinstance(hosted.state, Incomplete):  # other models took weights while it was idle
             self._load(hosted)
 

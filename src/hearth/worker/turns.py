@@ -169,7 +169,7 @@ class Turns:
         """Return the model in line whose first bytes should be copied before its turn, if any."""
         if self._policy is None:
             return None
-        return self._policy.next_prefetch(line, lambda model: self._hosted[model].can_cross)
+        return self._policy.next_prefetch(line, lambda model: self._hosted[model].can_copy)
 
     def front_bytes(self, missing_bytes: int, free_bytes: int) -> int:
         """Return how many missing bytes of a model to copy at once before its turn."""

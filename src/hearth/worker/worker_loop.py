@@ -305,7 +305,7 @@ class WorkerLoop:
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
                 self._runs.begin_queued(hosted)
             case HostPrefetched():
-                hosted.prefetched(news)
+                hosted.prefetch.reached_host(news)
             case FrontLoaded():
                 self._try(model, lambda: self._models.front_loaded(hosted, news))
                 self._runs.begin_queued(hosted)
@@ -379,12 +379,12 @@ class WorkerLoop:
                 self._send_turn(hosted, None)
                 self._send_loaded(loaded[hosted.model])
                 self._runs.begin_queued(hosted)
-            self._adapters.look_again()
+            self._adapters.recheck()
 
     def _prefetch(self) -> bool:
         """Prefetch models that wait for their turn; False: a model failed, so check all again."""
         try:
-            self._models.look_ahead()
+            self._models.prefetch()
         except ModelBroke as error:  # while it gave up an adapter
             self._fail(*blame(error.model, error))
             return False
@@ -418,7 +418,7 @@ class WorkerLoop:
                 self._runs.start_adapted()
             except ModelBroke as error:  # while it gave way, or added an adapter
                 self._fail(*blame(error.model, error))
-                self._adapters.look_again()
+                self._adapters.recheck()
                 continue
             return
 
