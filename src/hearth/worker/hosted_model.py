@@ -202,9 +202,6 @@ class HostedModel:
             case _:
                 raise self._wrong("was found")
 
-    def host_again(self, order: HostModel) -> None:
-        self.order, self.hold = order, Hold.WARM
-
     def displaced(self) -> None:
         """Note that the addresses of a retired model went to another: its engine is put together anew."""
         match self.state:

@@ -76,7 +76,7 @@ class HostedModels:
         self._follow_displaced()
         retired = self._retired.pop(model, None)
         if retired is not None and retired.is_same(order):
-            retired.host_again(order)
+            retired.order, retired.hold = order, Hold.WARM
             self.hosted[model] = retired
             self.turns.hosted(retired)
             return self.load_in_turn(retired)

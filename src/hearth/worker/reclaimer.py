@@ -101,7 +101,10 @@ class Reclaimer:
         """`hosted` is owned by the caller. `engines` returns those of retired models, too."""
         self.pool = new_pool(self.eviction_terms)
         self.adapters = AdapterResidency(
-            self._adapter_cost, self._is_active, lambda: self.policy.is_short, self._is_whole
+            lambda adapter: self.reload_costs.adapter_cost_per_byte(adapter, time.monotonic()),
+            self._is_active,
+            lambda: self.policy.is_short,
+            self._is_whole,
         )
         self.pieces = AdapterPieces(self.pool, self.adapters, engines)
         self._books = HostedBooks(hosted, self.pool, due_in_s)
@@ -216,9 +219,6 @@ class Reclaimer:
         if not may_take and sum(sizes) + self._unplaced_bytes() > self.pool.free_bytes:
             return False
         return self._run(self.policy.place_adapter(adapter, sizes, may_take=may_take)) > 0
-
-    def _adapter_cost(self, adapter: AdapterId) -> float:
-        return self.reload_costs.adapter_cost_per_byte(adapter, time.monotonic())
 
     def _is_active(self, model: ModelId) -> bool:
         hosted = self._hosted.get(model)

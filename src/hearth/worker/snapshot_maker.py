@@ -153,7 +153,7 @@ class SnapshotMaker:
                     "snapshot_broke model=%s reason=%s\n%s", hosted.model, failure.reason, failure.trace
                 )
                 del self._makings[hosted.model]
-                return [_failed(making, failure.reason)]
+                return [SnapshotMade(hosted.model, making.order.hosting, failure=failure.reason)]
         model, hosting = making.order.model, making.order.hosting
         num_done = making.num_steps - len(making.shapes)
         return [SnapshotProgress(model, hosting, num_done, making.num_steps)]
@@ -257,10 +257,6 @@ def _resident_besides(pool: torch.UntypedStorage | None) -> int:
     """Return this process's own memory without `pool`; None: the pool lies elsewhere."""
     pool_bytes = 0 if pool is None else resident_bytes(pool.data_ptr(), pool.nbytes())
     return max(0, process_bytes(os.getpid()) - pool_bytes)
-
-
-def _failed(making: _Making, why: str) -> SnapshotMade:
-    return SnapshotMade(making.order.model, making.order.hosting, failure=why)
 
 
 #: Page entries read at once: 8 MiB.

@@ -17,7 +17,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from hearth.core.errors import BadCheckpoint
-from hearth.models.arch import Arch
 from hearth.models.config_fields import Fields
 from hearth.models.families import arch_from_config
 from hearth.models.layout import Shape
@@ -73,7 +72,8 @@ def open_gguf(path: Path) -> Iterator[ModelSource]:
     shapes = {name: stored.shape for name, stored in tensors.items()}
     factors = _rope_factors(tensors.pop(ROPE_FACTORS), path) if ROPE_FACTORS in tensors else None
     arch = arch_from_config(config_of(metadata, shapes, factors), metadata.where)
-    heads = _interleaved_heads(arch) if architecture(metadata) == "llama" else {}
+    is_llama = architecture(metadata) == "llama"
+    heads = {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads} if is_llama else {}
     checkpoint = {_transformers_name(name): _in_order(name, tensors[name], heads) for name in tensors}
     if len(checkpoint) != len(tensors):
         raise BadCheckpoint(f"`{path}` has a tensor under two names, llama.cpp's and transformers'")
@@ -181,10 +181,6 @@ def _refuse_part(metadata: Fields) -> None:
             f"{metadata.where} is one of {num_parts} parts of a model; supported: one file, so join them "
             "with `llama-gguf-split --merge`"
         )
-
-
-def _interleaved_heads(arch: Arch) -> dict[str, int]:
-    return {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads}
 
 
 def _in_order(name: str, stored: _GgufTensor, heads: Mapping[str, int]) -> StoredTensor:

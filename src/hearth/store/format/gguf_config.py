@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from hearth.core.errors import BadCheckpoint, UnsupportedModel
 from hearth.models.config_fields import Fields
@@ -134,7 +135,8 @@ def _scaling(metadata: Fields, family: str) -> dict[str, object]:
 def _llama3(metadata: Fields, theta: float, dim: int, factors: Sequence[float]) -> dict[str, object]:
     factor = round(max(factors), 4)
     is_whole = 2 * len(factors) == dim  # or a head of absurd size would have as many factors computed
-    if not is_whole or not all(map(_is_close, factors, _llama3_factors(theta, dim, factor))):
+    is_close = partial(math.isclose, rel_tol=1e-4)  # the file's are computed in float32
+    if not is_whole or not all(map(is_close, factors, _llama3_factors(theta, dim, factor))):
         raise UnsupportedModel(
             f"{metadata.where}: `rope_freqs.weight` is not Llama 3's scaling (low_freq_factor {_LOW_FREQ}, "
             f"high_freq_factor {_HIGH_FREQ}, original_max_position_embeddings {_ORIGINAL_POSITIONS}) by its "
@@ -154,7 +156,3 @@ def _llama3_factors(theta: float, dim: int, factor: float) -> Iterator[float]:
         rotations = _ORIGINAL_POSITIONS / theta ** (i / dim) / (2 * math.pi)
         share = min(max((rotations - _LOW_FREQ) / (_HIGH_FREQ - _LOW_FREQ), 0.0), 1.0)
         yield 1.0 / (share + (1.0 - share) / factor)
-
-
-def _is_close(given: float, expected: float) -> bool:
-    return math.isclose(given, expected, rel_tol=1e-4)  # the file's are computed in float32

@@ -71,10 +71,6 @@ def mismatch(data: bytes | bytearray, wanted: Digest) -> str | None:
     return None if found == wanted else f"its hash is {found}, the manifest says {wanted}"
 
 
-def is_digest(text: str) -> bool:
-    return re.fullmatch("[0-9a-f]{64}", text) is not None
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     digest: Digest
@@ -340,7 +336,7 @@ def check_chunks(manifest: StoredManifest, where: str) -> None:
     if not is_cut_evenly or not 0 < last <= manifest.chunk_bytes or sum(full) + last != manifest.num_bytes:
         raise BadCheckpoint(f"{where}: `chunks` do not add up to {manifest.num_bytes} bytes")
     for digest in [*(chunk.digest for chunk in manifest.chunks), *(file.digest for file in manifest.files)]:
-        if not is_digest(digest):
+        if re.fullmatch("[0-9a-f]{64}", digest) is None:
             raise BadCheckpoint(f"{where}: a digest is 64 hexadecimal digits, given: {digest!r:.80}")
     taken = {"", ".", "..", MANIFEST, WEIGHTS}
     for file in manifest.files:
