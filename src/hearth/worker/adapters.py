@@ -226,7 +226,6 @@ class WorkerAdapters:
         return policy.generation, policy.is_short
 
     def _unpin_others(self, order: AdapterOrder) -> None:
-        """Unpin what was deployed under the same name before: it is not asked for again."""
         for adapter, wanted in self._wanted.items():
             if wanted.order.name == order.name and adapter != order.adapter:
                 self.residency.unpin(adapter)
@@ -333,7 +332,6 @@ class WorkerAdapters:
         self._reclaimer.policy.note_freed()  # it may be evicted again
 
     def _filled(self, adapter: AdapterId, news: AdapterFilled) -> AdapterLoaded | None:
-        """Learn from a load; None: the adapter has neither memory nor requests any more."""
         if not news.was_arriving:
             self._note_there(adapter)
         wanted, record = self._wanted.get(adapter), news.record

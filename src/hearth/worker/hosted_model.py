@@ -53,7 +53,6 @@ from hearth.worker.weights_transfer import ModelBroken, WeightsLoaded
 _WITH_ENGINE = (Loading, Loaded, Incomplete, Retired)
 _TAKING = (Loading, Loaded, Incomplete)  #: requests
 _UNDER_WAY = (Assembling, Loading)
-#: Told of a model of which nothing was missing.
 _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
 
 
@@ -383,7 +382,6 @@ class HostedModel:
                 self.state = Closed()
 
     def retire(self) -> None:
-        """Keep the engine of an idle model for its return."""
         match self.state:
             case Loaded(served) | Incomplete(served) | Retired(served):
                 self.state = Retired(served)
@@ -400,7 +398,6 @@ class HostedModel:
 
 
 def _identity(order: HostModel) -> tuple[object, ...]:
-    """Return the fields of an order that must agree for a model to be hosted again."""
     where = (order.where, order.digest, order.weight, order.slot)
     return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)
 

@@ -22,7 +22,6 @@ from hearth.worker.runtime import HostingResources
 from hearth.worker.turns import Turns
 from hearth.worker.weights_transfer import WeightsLoaded
 
-#: How many models that wait for their turn are prefetched to host memory.
 NUM_PREFETCHING = 2
 #: Engines of retired models that are kept. Besides pool memory each takes some tens of MB, mostly for graphs.
 MAX_RETIRED = 16
@@ -205,7 +204,6 @@ class HostedModels:
             self._vain_front = (model, generation)
 
     def front_loaded(self, hosted: HostedModel, news: FrontLoaded) -> ModelLoaded | None:
-        """Note that first bytes of a model were copied; if it is its turn by now, the rest follows."""
         hosted.prefetch.copied(news)
         self.reclaimer.policy.note_freed()
         return self.load(hosted) if self.turns.is_in_turn(hosted.model) else None

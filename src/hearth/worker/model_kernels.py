@@ -24,7 +24,6 @@ from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.store.format.manifest import Manifest
 from hearth.worker.step_rehearsal import first_step_keys, other_keys, rehearse
 
-#: How long the rehearsal of one list of kernels gives way, in all.
 MAX_PAUSE_S = 5.0
 
 log = logging.getLogger(__name__)

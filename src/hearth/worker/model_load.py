@@ -53,8 +53,6 @@ class ModelFound:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """A placed model has its engine; missing bytes may still be in transfer."""
-
     engine: Engine
     is_whole: bool  #: no bytes are missing
     look: SnapshotLook | None = None  #: for its snapshot; None: the engine is not new, or none are used
@@ -261,10 +259,7 @@ class ModelLoad:
                 self._post(FirstStepsUncaptured())
 
     def _next_shape(self, runner: LayerRunner, captured: Collection[StepShape]) -> StepShape | None:
-        """Return the next step to capture for all requests so far; None: there is none.
-
-        A step that would be captured too late is left out: it takes the interpreter from the running one.
-        """
+        """Return the next step to capture; None: there is none, or it would be captured too late."""
         is_followed = self.is_almost_loaded and not self._is_beside
         if self._is_cancelled or is_followed or self.weights is not None:
             return None

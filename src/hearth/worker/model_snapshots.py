@@ -52,7 +52,6 @@ class ModelSnapshots:
         device_bytes: int,
         parts_of: Callable[[Engine], SnapshotParts | None] = no_parts,
     ) -> None:
-        """`parts_of` returns what snapshots keep of an engine besides profiles; None: nothing."""
         self.device_name, self.parts_of = device_name, parts_of
         self._directory, self._config, self._device = directory, config, device
         self._device_bytes = device_bytes

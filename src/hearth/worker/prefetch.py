@@ -157,7 +157,6 @@ class TurnPrefetch:
         return self._current is not None and self._current.is_in_host
 
     def begin(self, order: HostModel, opened: OpenedModel, post: Callable[[HostingNews], None]) -> None:
-        """Have the model come to host memory, unless that was begun."""
         if self._current is None:
             self._current = ModelPrefetch(order, opened, self._resources, post)
 
@@ -166,7 +165,6 @@ class TurnPrefetch:
             self._current.is_in_host = news.is_in_host
 
     def copy(self, space: Space, layout: Layout) -> None:
-        """Fill all gaps of a space."""
         assert self._current is not None, f"`{self._model}` is not being prefetched"
         self._current.copy(space, layout, lambda part: self._pool.prepare(self._model, part))
 

@@ -145,10 +145,7 @@ class Reclaimer:
         return space
 
     def _missing_bytes(self, model: ModelId, spec: HostingSpec) -> int:
-        """Return the bytes that must be freed before a model is placed.
-
-        Adapters in use free nothing now, so promised KV must fit beside them.
-        """
+        """Return the bytes to free before a model is placed: promised KV must fit beside adapters in use."""
         shape = spec.shape
         missing_bytes = self.pool.missing_bytes(model, shape)
         if self.adapters.last_in_use() is None:
@@ -225,7 +222,6 @@ class Reclaimer:
         return hosted is not None and hosted.takes_requests and hosted.has_turn
 
     def _is_whole(self, model: ModelId) -> bool:
-        """True if all weights of a model are on the device or under way."""
         hosted = self._hosted.get(model)
         return hosted is not None and (hosted.is_loaded or hosted.is_loading)
 

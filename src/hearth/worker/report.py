@@ -49,7 +49,6 @@ class Reports:
         return DeviceResidency(there)
 
     def _there(self, holding: Holding) -> int:
-        """Return the bytes of weights on the device, as stored, without those still under way."""
         hosted = self._models.hosted.get(holding.model)
         return hosted.there_bytes if hosted is not None and hosted.is_loading else holding.stored_bytes
 

@@ -154,7 +154,6 @@ class Runs:
     # Tokens, and the end.
 
     def send_step(self, model: ModelId, outcome: StepOutcome, step_s: float) -> None:
-        """Send the outcome of a step to the gateway, and end the requests that it finished or failed."""
         outputs = outcome.outputs
         if (done := self._step_done(model, outcome, step_s)) is not None:
             self._send(done)

@@ -164,7 +164,6 @@ def _multiply(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _take_library_memory(device: torch.device) -> Mapping[str, int]:
-    """Put library memory of captured steps at fixed addresses; return the fallbacks taken."""
     library = LibraryMemory(CudaPages(device, LIBRARY_BYTES))
     use_library_memory(library.torch_pool())
     return {"library_address": library.num_fallbacks}
@@ -180,7 +179,6 @@ def _check_free(budget_bytes: int, device: torch.device) -> None:
 
 
 def _limit_torch(total_bytes: int, device: torch.device, num_bytes: int) -> None:
-    """Make torch free its cache before it takes more than this of the device."""
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total_bytes), device)
 
 
@@ -222,7 +220,6 @@ class TorchLimit:
     """
 
     def __init__(self, guess_bytes: int, set_limit: Callable[[int], None]) -> None:
-        """`set_limit` limits torch to so many bytes; called at once."""
         self._guess_bytes, self._set_limit = guess_bytes, set_limit
         self.num_bytes, self.is_measured = guess_bytes, False
         set_limit(guess_bytes)

@@ -259,14 +259,11 @@ def _resident_besides(pool: torch.UntypedStorage | None) -> int:
     return max(0, process_bytes(os.getpid()) - pool_bytes)
 
 
-#: Page entries read at once: 8 MiB.
 _PIECE = 1 << 20
-#: The bit of a page in RAM.
 _IS_PRESENT = np.uint64(1 << 63)
 
 
 def process_bytes(pid: int) -> int:
-    """Return the anonymous bytes of a process in RAM."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

@@ -121,7 +121,6 @@ class Turns:
     # Whose turn it is.
 
     def is_settled(self) -> bool:
-        """True if the last decision stands: nothing has happened since, and it is too early for another."""
         return time.monotonic() < self._settled_s
 
     def decide(self) -> list[TurnChange]:
@@ -166,13 +165,11 @@ class Turns:
         return [] if self._policy is None else self._policy.next_in_line(time.monotonic())
 
     def early(self, line: Sequence[ModelId]) -> ModelId | None:
-        """Return the model in line whose first bytes should be copied before its turn, if any."""
         if self._policy is None:
             return None
         return self._policy.next_prefetch(line, lambda model: self._hosted[model].can_copy)
 
     def front_bytes(self, missing_bytes: int, free_bytes: int) -> int:
-        """Return how many missing bytes of a model to copy at once before its turn."""
         return 0 if self._policy is None else self._policy.front_bytes(missing_bytes, free_bytes)
 
     def _note_wait(self, model: ModelId) -> None:

@@ -112,12 +112,10 @@ class WeightsTransfer:
 
 
 def missing_chunks(manifest: Manifest, gaps: Sequence[Gap]) -> list[int]:
-    """Return the chunks that fill the gaps, in forward order."""
     return sorted({index for gap in gaps for index in manifest.chunks_of(gap.part)})
 
 
 def _widen(manifest: Manifest, layout: Layout, space: Space, is_cancelled: threading.Event) -> float:
-    """Widen what was loaded to the dtype it is served in; return how many seconds that took."""
     began_s = time.perf_counter()
     tell_widening(manifest)
     begins = {gap.part.begin for gap in space.gaps}
@@ -188,7 +186,6 @@ class _Progress:
         self._is_almost_loaded = True
 
     def released(self, chunk: HostChunk) -> None:
-        """Post the progress when all chunks up to this one are on the device."""
         now_s, num_bytes = time.monotonic(), self._before[chunk.index] + len(chunk.data)
         is_due = now_s - self._posted_s >= PROGRESS_INTERVAL_S
         if is_due and num_bytes - self._posted_bytes >= PROGRESS_SHARE * self._num_bytes:

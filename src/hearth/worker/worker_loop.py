@@ -135,7 +135,6 @@ class WorkerLoop:
                     pass
 
     def _next_state(self) -> LoopState:
-        """Advance all that needs no message, until a model is ready to step or nothing more can be done."""
         if not self._inbox.empty():
             return LoopState.MESSAGE
         if self._turns.is_settled() and self._is_any_ready():
@@ -447,7 +446,6 @@ class WorkerLoop:
                 self._fail_runs(failed)
 
     def _fail_runs(self, failed: FailedRuns) -> None:
-        """Fail requests whose adapter is unavailable. Other requests of their model go on."""
         if failed.failure.is_fatal:
             raise DeviceLost(f"the device failed while loading an adapter: {failed.failure.reason}")
         for run in failed.runs:
