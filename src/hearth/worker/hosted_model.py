@@ -125,7 +125,7 @@ class HostedModel:
         return self._pool.resident_bytes(self.model) < spec.shape.stored.num_bytes
 
     @property
-    def there_bytes(self) -> int:
+    def loaded_bytes(self) -> int:
         """About how many bytes, as stored, are on the device: not those that are on their way."""
         if (load := self.load_under_way) is not None:
             return load.reused_bytes

@@ -157,7 +157,7 @@ def _fork_and_end(
             os._exit(0)
         gateway.detach()  # 0 becomes the worker's standard input: closing this object must not close it
         keep_only(descriptors)
-        seed_anew()
+        reseed()
         _show_as_worker()
         become_worker()
     except BaseException:  # neither process may go on as a second template
@@ -173,7 +173,7 @@ def keep_only(descriptors: Sequence[int]) -> None:
     close_all_but(range(len(descriptors)))
 
 
-def seed_anew() -> None:
+def reseed() -> None:
     """Seed torch's generator again; Python's `random` does that by itself."""
     import torch
 

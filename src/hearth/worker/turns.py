@@ -187,7 +187,7 @@ class Turns:
         num_bytes = hosted.order.own_bytes if spec is None else spec.shape.stored.num_bytes
         byte_s = self._reload_costs.load_s_per_byte(model)
         # A model that lacks only its mapping or its engine is not loaded either.
-        missing_bytes = 0 if hosted.is_loaded else max(1, num_bytes - hosted.there_bytes)
+        missing_bytes = 0 if hosted.is_loaded else max(1, num_bytes - hosted.loaded_bytes)
         return WeightsView(missing_bytes * byte_s, num_bytes * byte_s)
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.core.config import CPU_HOST_BYTES, StoreConfig
@@ -46,15 +45,6 @@ from hearth.store.transfer.fetch import Fetch, Fetcher
 from hearth.store.transfer.record import LoadRecord
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TierReport:
-    used_bytes: int
-    capacity_bytes: int | None  #: None: unlimited
-    pinned_bytes: int
-    bytes_per_s: float  #: running average
-    counters: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,32 +212,10 @@ class Tiers:
             ",".join(f"{rung}:{use.num_bytes}" for rung, use in record.rungs.items()),
         )
 
-    def report(self) -> dict[Rung, TierReport]:
-        book, remotes = self.fetcher.book, list(self._remotes.values())
-        host_bytes = (book.num_resident + book.num_filling) * self.segment.cell_bytes
-        return {
-            Rung.HOST: TierReport(
-                used_bytes=host_bytes,
-                capacity_bytes=self.segment.num_bytes,
-                pinned_bytes=self.segment.pinned_bytes,
-                bytes_per_s=self.prices.bytes_per_s(Rung.HOST),
-                counters=asdict(self.fetcher.counters),
-            ),
-            Rung.DISK: TierReport(
-                used_bytes=self.disk.used_bytes,
-                capacity_bytes=self.disk.capacity_bytes,
-                pinned_bytes=0,
-                bytes_per_s=self.prices.bytes_per_s(Rung.DISK),
-                counters=asdict(self.disk.counters),
-            ),
-            Rung.OBJECT: TierReport(
-                used_bytes=0,
-                capacity_bytes=None,
-                pinned_bytes=0,
-                bytes_per_s=self.prices.bytes_per_s(Rung.OBJECT),
-                counters=dict(sum((Counter(asdict(r.counters)) for r in remotes), Counter())),
-            ),
-        }
+    @property
+    def used_host_bytes(self) -> int:
+        book = self.fetcher.book
+        return (book.num_resident + book.num_filling) * self.segment.cell_bytes
 
     def pass_books(self) -> None:
         """Take each lock of the tiers once. Returns never if threads are deadlocked."""

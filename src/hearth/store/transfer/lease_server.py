@@ -192,8 +192,7 @@ class _Session:
             case CountBytes(digests):
                 self._send(self._count(digests))
             case MeasureHost():
-                host = self._tiers.report()[Rung.HOST]
-                self._send(HostMeasured(host.used_bytes, self._tiers.segment.num_bytes))
+                self._send(HostMeasured(self._tiers.used_host_bytes, self._tiers.segment.num_bytes))
             case CountRequests(models):
                 self._send(self._count_requests(models))
             case ForgetModel(where):
