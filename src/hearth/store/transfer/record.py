@@ -44,8 +44,7 @@ class LoadRecord:
     first_layer_s: float  #: time until the first layer could run
     total_s: float
     num_failures: int  #: places or answers that were no good; others made up for them
-    num_shared_chunks: int = 0  #: chunks that another load was reading already; no rung counts them
-    shared_bytes: int = 0
+    shared_bytes: int = 0  #: of chunks that another load was reading; no rung counts them
 
 
 @dataclass(slots=True)
@@ -58,14 +57,12 @@ class Tally:
     first_layer_s: float | None = None
     num_host_chunks: int = 0
     host_bytes: int = 0
-    num_shared_chunks: int = 0
     shared_bytes: int = 0
     deliveries: list[Delivery] = field(default_factory=list)
 
     def took(self, delivery: Delivery | None, num_bytes: int, *, is_shared: bool = False) -> None:
         """Count a chunk: this load had it read, another one did (`is_shared`), or it was in host memory."""
         if is_shared:
-            self.num_shared_chunks += 1
             self.shared_bytes += num_bytes
         elif delivery is not None:
             self.deliveries.append(delivery)
@@ -91,7 +88,6 @@ class Tally:
             first_layer_s=total_s if self.first_layer_s is None else self.first_layer_s,
             total_s=total_s,
             num_failures=sum(d.num_failures for d in self.deliveries),
-            num_shared_chunks=self.num_shared_chunks,
             shared_bytes=self.shared_bytes,
         )
 
