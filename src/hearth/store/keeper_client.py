@@ -86,11 +86,8 @@ class KeeperClient:
     async def upstream_version(self, source: str, max_age_s: float) -> str:
         """Return the version of a model's source, from a lookup that runs or began within `max_age_s`.
 
-        A lookup uses the service's credentials for object storage or the Hugging Face Hub. So each source has
-        at most one at a time, and failures are cached, too.
-
-        Raises:
-            HearthError: as `look_upstream`.
+        Each source has at most one lookup at a time, and failures are cached, too: lookups use the service's
+        credentials. Raises HearthError.
         """
         now_s = asyncio.get_running_loop().time()
         self._lookups = {

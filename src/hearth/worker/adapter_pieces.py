@@ -1,8 +1,7 @@
 """The memory of adapters on a worker's device, and the engines that compute with it. Loads nothing.
 
-An engine learns of an adapter when its first request starts, and forgets it when the adapter is evicted. If
-running requests of a model that waits for its turn have the adapter, the engine keeps it, and learns its new
-place when it is loaded again: it makes no step until then.
+An engine learns of an adapter when its first request starts, and forgets it when the adapter is evicted,
+unless running requests of a waiting model have it: then it makes no step until the adapter is loaded again.
 """
 
 from __future__ import annotations

@@ -215,8 +215,7 @@ class HostedModel:
         """Take the memory for all of the model, and have what is missing done by threads.
 
         `is_beside`: others step meanwhile, and should not be held up. Returns the news if nothing is missing.
-        Raises what `place` does, and has changed nothing then:
-            DeviceError: there is no place for the model.
+        Raises what `place` does, and has changed nothing then.
         """
         began_s = time.perf_counter()
         match self.state:

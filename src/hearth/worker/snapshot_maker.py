@@ -1,8 +1,8 @@
 """Makes snapshots on a worker while no model has requests, one step at a time.
 
-A snapshot has two profiles, and what `SnapshotParts` keeps of the engine. Steps of padding are run for both:
-on a CUDA device of every size, which captures missing graphs, on a CPU of some quick sizes. Measured steps of
-requests replace those of their kind, as they include attention. Another thread writes the file.
+Steps of padding are run for its profiles: on a CUDA device of every size, which captures missing graphs, on a
+CPU of some quick sizes. Measured steps of requests replace those of their kind. Another thread writes the
+file.
 """
 
 from __future__ import annotations

@@ -37,9 +37,8 @@ def rehearse(
 ) -> None:
     """Load all library kernels of some steps. Their Triton kernels must be on the device.
 
-    `keys_of` returns the parts of these steps: `first_step_keys` or `other_keys`. Any one thread may call
-    this while steps run; `give_way` waits while others need the interpreter. `learn` is given each graph,
-    which is dropped then. The first of `pages` is used meanwhile.
+    `keys_of` returns the parts of these steps. Any one thread may call this while steps run. `learn` is given
+    each graph, which is dropped then. The first of `pages` is used meanwhile.
     """
     began_s = time.perf_counter()
     with aliased_memory(pages, device) as memory:

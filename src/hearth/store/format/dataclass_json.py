@@ -17,10 +17,10 @@ _converting = threading.Lock()
 
 
 def decode(kind: type[T], value: object, where: str) -> T:
-    """Return a value from JSON as a `kind`. Raises BadCheckpoint at the first field that does not fit.
+    """Raises BadCheckpoint at the first field that does not fit.
 
-    msgspec ignores unknown fields of dataclasses and fills in defaults, so the result is encoded again and
-    must equal what was given.
+    msgspec ignores unknown fields and fills in defaults, so the result, encoded again, must equal what was
+    given.
     """
     try:
         with _converting:

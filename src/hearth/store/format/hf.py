@@ -1,8 +1,7 @@
 """A Hugging Face directory as a source: its config, its tensors, its tokenizer's files. Converts nothing.
 
-Weights are mapped, not read, and a tensor maps its file anew: what was read leaves memory with the tensor.
-Only files that PyTorch wrote before 1.6 cannot be mapped: they are in memory while the source is open.
-Weights may be links to anywhere; other files are the directory's own (`core/model_files.py`).
+Weights are mapped, not read, except for files that PyTorch wrote before 1.6. They may be links to anywhere;
+other files are the directory's own (`core/model_files.py`).
 """
 
 from __future__ import annotations

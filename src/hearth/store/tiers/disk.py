@@ -81,8 +81,7 @@ class DiskTier:
     """Chunks on the local disk, within a quota. Mutable; owned by one process, any thread of it may call.
 
     The quota covers chunk files and the weights.bin of models under the root. Only chunk files are
-    evicted: a weights.bin may be the only copy. A reader that has an evicted file open reads it to its
-    end, as POSIX keeps the bytes of a deleted file until the last descriptor is closed.
+    evicted: a weights.bin may be the only copy. A reader that has an evicted file open reads it to its end.
     """
 
     def __init__(self, root: Path, quota_bytes: int | None = None) -> None:

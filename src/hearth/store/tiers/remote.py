@@ -40,12 +40,7 @@ NO_RETRY: RetryConfig = {"max_retries": 0}
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How long and how often a server is asked for one read.
-
-    A request ends within `limit_s`, which follows from its size: a server that trickles would stretch it for
-    ever. A read is tried again until that is over, so it ends within twice that, and after one request of a
-    server that trickles.
-    """
+    """How long and how often a server is asked for one read, which ends within twice `limit_s`."""
 
     num_tries: int = 4
     first_delay_s: float = 0.1

@@ -69,12 +69,11 @@ class Tiers:
         is_pinned: bool = True,
         keeps_chunks: bool = True,
     ) -> None:
-        """Open the disk and make the host segment.
+        """`is_pinned`: this process itself copies from host memory to a device.
 
-        `is_pinned`: this process itself copies from host memory to a device.
         `keeps_chunks`: host memory keeps chunks for the next load. Not where the device is the CPU, which
-        would hold models twice: chunks then pass through at most `CPU_HOST_BYTES`, and are read through the
-        page cache, where an evicted model is found again.
+        would hold models twice: chunks then pass through `CPU_HOST_BYTES` at most, and the page cache keeps
+        them.
         """
         assert keeps_chunks or not is_pinned, "pages that are pinned cannot be given back"
         self.keeps_chunks = keeps_chunks
@@ -96,9 +95,8 @@ class Tiers:
     def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
         """Open a converted model or adapter: its directory, its URL, or a version at that, `URL@DIGEST`.
 
-        All but the weights of a remote model is kept on disk. A URL is asked for its manifest each time, for
-        it may hold another version; a version is opened from disk, and its URL asked only where that lacks
-        it. `weight`: see `StoredModel`.
+        All but the weights of a remote model is kept on disk. A URL is asked for its manifest each time; a
+        version only if it is not on disk. `weight`: see `StoredModel`.
         """
         if "://" not in str(where):
             return self._open_described(Path(where).resolve(), weight)

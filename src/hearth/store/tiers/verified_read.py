@@ -62,11 +62,7 @@ def read_verified(
     """Fill `buffer`, whose address and length are multiples of 4 KiB, with the chunk at `offset`.
 
     `may_be_direct`: whether what the page cache lacks is read past it; else the cache has it afterwards.
-
-    Raises:
-        ChunkMissing: the file is gone or ends early.
-        ChunkCorrupt: these are not the bytes that `digest` names.
-        StoreError: it cannot be read now, which says nothing about the bytes.
+    Raises ChunkMissing, ChunkCorrupt, and StoreError if it cannot be read now.
     """
     began_s = time.perf_counter()
     read, before, after = _read(path, offset, buffer, may_be_direct)

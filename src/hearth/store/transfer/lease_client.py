@@ -99,19 +99,14 @@ def _encoded(
 class LeaseClient:
     """The keeper's host segment, mapped and, for a CUDA device, pinned. Any thread may call.
 
-    A keeper that died and was started again has another segment, which is then mapped as well. Connections
-    are reused, so that a lease has its first chunk after one question.
+    The segment of a keeper that was started again is mapped as well. Connections are reused.
     """
 
     def __init__(self, path: Path, *, is_pinned: bool = True, is_device_up: bool = True) -> None:
         """`is_pinned`: chunks are copied to a CUDA device, if there is one.
 
         `is_device_up`: pinning may start now, for the current device. Otherwise `device_is_up` must be
-        called before the first lease.
-
-        Raises:
-            KeeperGone: no keeper listens at `path`.
-            StoreError: the other side is no keeper, or its memory cannot be pinned and has to be.
+        called before the first lease. Raises KeeperGone, and StoreError if memory cannot be pinned.
         """
         self._path, self._is_pinned, self._is_device_up = path, is_pinned, is_device_up
         connection, segment = _introduce(path, is_pinned=is_pinned)

@@ -416,11 +416,7 @@ def _message(chunk: HostChunk) -> ChunkLeased:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Listen at a new socket, in the place of one whose server is gone.
-
-    Finding a dead socket, removing it and binding is one critical section: of two servers at once, one would
-    remove the socket that the other has just bound.
-    """
+    """Listen at a new socket, in the place of one whose server is gone, as one critical section."""
     with _alone_at(path):
         _make_way(path)
         return _bind(path)

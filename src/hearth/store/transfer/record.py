@@ -23,9 +23,8 @@ class Delivery:
 class RungTotals:
     """How much a rung gave to a load, and for how long it was busy with that.
 
-    For disk and object storage, `seconds` is the time in which at least one reader was at work. What host
-    memory takes for a chunk cannot be seen, for copies are queued: it gets its share, by bytes, of the time
-    in which the load did not wait.
+    For disk and object storage, `seconds` is the time in which at least one reader was at work. Host memory
+    gets its share, by bytes, of the time in which the load did not wait.
     """
 
     num_chunks: int

@@ -289,11 +289,7 @@ class Transfer:
             raise LoadCancelled(f"the load of `{self.name}` was cancelled")
 
     def _release_copied(self) -> None:
-        """Release chunks once their copies are done, while the other thread waits for the next ones.
-
-        It needs a thread of its own: the cells that copies read may be all there are, and the next chunk, or
-        another load's, can come only into one of them.
-        """
+        """Release copied chunks. Needs its own thread: the next chunk may need their cells."""
         queued: deque[HostChunk] = deque()
         num_done = 0
         while self._collect(queued):
