@@ -141,7 +141,7 @@ class ModelPrefetch:
 
 
 class TurnPrefetch:
-    """What is prefetched of a model while it waits for its turn. Mutable; the step thread alone calls it."""
+    """The prefetch of a model while it waits for its turn. Mutable; the step thread alone calls it."""
 
     def __init__(self, model: ModelId, resources: HostingResources, pool: Pool) -> None:
         self._model, self._resources, self._pool = model, resources, pool

@@ -255,7 +255,7 @@ def _is_model(directory: Path) -> bool:
 
 
 def _publish(directory: Path, dest: Path) -> None:
-    """Its lock comes along, for without it another conversion could take the directory for a dead one's."""
+    """Move a directory with its lock, or another conversion could take it for a dead one's."""
     try:
         _sync(directory)
         if not (dest / MANIFEST).is_file():
