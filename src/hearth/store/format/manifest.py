@@ -250,6 +250,7 @@ def _digest_of_fields(content: Mapping[str, object]) -> Digest:
 
 
 def _layer_ranges(layout: Layout) -> tuple[ByteRange, ...]:
+    """Return the bytes of each layer with padding; successive ranges are adjacent."""
     inner = (spec for spec in layout.tensors if spec.name.startswith("layers."))
     groups = (list(specs) for _, specs in groupby(inner, lambda spec: spec.name.split(".")[1]))
     return tuple(ByteRange(specs[0].offset, specs[-1].end) for specs in groups)
