@@ -18,7 +18,6 @@ import torch
 from hearth import LLM, SamplingParams, offline
 from hearth.core.config import EngineConfig, StoreConfig
 from hearth.core.errors import BadTokenizer, ChunkCorrupt, EngineFailed, LoadCancelled, ModelError
-from hearth.core.types import Rung
 from hearth.store.format.manifest import WEIGHTS, Manifest
 from hearth.store.tiers.tiers import Tiers
 from tests.models.zoo import build
@@ -194,7 +193,7 @@ class TestBehindTheLoad:
         with tiers_at(tmp_path / "root") as tiers:
             with open_llm(model, tiers) as first, open_llm(model, tiers) as second:
                 assert answer(first) == answer(second) == undisturbed()
-            assert tiers.report()[Rung.HOST].counters["num_fills"] == len(manifest.chunks)
+            assert tiers.fetcher.counters.num_fills == len(manifest.chunks)
 
 
 class TestFailing:

@@ -79,7 +79,7 @@ PARTS: Mapping[str, tuple[type, str]] = {
     "flush": (Engine, "flush"),
     "decide": (Turns, "decide"),
     "load": (HostedModels, "load"),
-    "look_ahead": (HostedModels, "look_ahead"),
+    "look_ahead": (HostedModels, "prefetch"),
     "ready": (ModelSteps, "ready"),
     "before_step": (Reclaimer, "before_step"),
     "after_step": (Reclaimer, "after_step"),

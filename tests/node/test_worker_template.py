@@ -324,7 +324,7 @@ def test_random_numbers_are_seeded_anew_in_a_worker() -> None:
         seeds = set()
         for _ in range(2):
             torch.manual_seed(1)  # as two workers find it that are forked one after the other
-            template.seed_anew()
+            template.reseed()
             seeds.add(torch.initial_seed())
         assert len(seeds | {1}) == 3
     finally:

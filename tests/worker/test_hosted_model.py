@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -636,7 +636,7 @@ def test_only_requests_whose_steps_can_be_foreseen_are_captured_for() -> None:
     first = FirstRequests().with_one(plain)
     assert first == FirstRequests(1, 4, 0), "it has one of two tokens, and ends with the next"
     assert first.with_one(msgspec.structs.replace(plain, pooling="mean")) == first
-    endless = msgspec.structs.replace(plain.sampling, max_tokens=None)
+    endless = replace(plain.sampling, max_tokens=None)
     more = msgspec.structs.replace(plain, output=(), sampling=endless)
     assert first.with_one(more) == FirstRequests(2, 7, 1)
     assert first.with_one(more).without_one(plain) == FirstRequests(1, 3, 1)

@@ -38,7 +38,6 @@ class BooksProbe:
     """
 
     def __init__(self, look: Callable[[], None]) -> None:
-        """`look` takes every lock of the books once, and returns."""
         self._look = look
         self._asked = threading.Event()
         #: When the look under way began; None: the last one is over.

@@ -30,7 +30,6 @@ from hearth.store.transfer.lease_messages import (
 
 #: The longest answer: some hundred bytes for each of thousands of models.
 MAX_LINE_BYTES = 16 << 20
-#: How long an answer may take.
 ANSWER_S = 10.0
 #: How long the version of an upstream is cached.
 UPSTREAM_CACHE_S = 30.0
@@ -38,8 +37,6 @@ UPSTREAM_CACHE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _UpstreamLookup:
-    """A lookup of an upstream's version, running or done. Its result may be an error."""
-
     began_s: float
     task: asyncio.Task[str | HearthError]
 
@@ -56,11 +53,7 @@ class KeeperClient:
         self._lookups: dict[str, _UpstreamLookup] = {}
 
     async def count(self, digests: Sequence[str]) -> dict[str, Mapping[Rung, int]]:
-        """Return bytes by rung of each model that the keeper has opened; a chunk counts on each of its rungs.
-
-        Raises:
-            StoreError: the keeper does not answer.
-        """
+        """Return bytes by rung of opened models; a chunk counts on each rung. Raises StoreError."""
         match await self._ask(CountBytes(tuple(map(Digest, digests)))):
             case BytesCounted(models):
                 return {one.model: {Rung.HOST: one.host_bytes, Rung.DISK: one.disk_bytes} for one in models}
@@ -68,7 +61,6 @@ class KeeperClient:
                 raise self._failure(other)
 
     async def host_memory(self) -> HostMeasured:
-        """Return how much of host memory holds chunks. Raises StoreError as `count`."""
         match await self._ask(MeasureHost()):
             case HostMeasured() as measured:
                 return measured
@@ -85,7 +77,6 @@ class KeeperClient:
                 raise self._failure(other)
 
     async def forget(self, where: str) -> None:
-        """Tell the keeper that a model is no longer deployed. Raises StoreError as `count`."""
         match await self._ask(ForgetModel(where)):
             case ModelForgotten():
                 return
@@ -95,11 +86,8 @@ class KeeperClient:
     async def upstream_version(self, source: str, max_age_s: float) -> str:
         """Return the version of a model's source, from a lookup that runs or began within `max_age_s`.
 
-        A lookup uses the service's credentials for object storage or the Hugging Face Hub. So each source has
-        at most one at a time, and failures are cached, too.
-
-        Raises:
-            HearthError: as `look_upstream`.
+        Each source has at most one lookup at a time, and failures are cached, too: lookups use the service's
+        credentials. Raises HearthError.
         """
         now_s = asyncio.get_running_loop().time()
         self._lookups = {
@@ -123,11 +111,7 @@ class KeeperClient:
             return error
 
     async def look_upstream(self, source: str) -> str:
-        """Return the version that the source of a model has now, which takes seconds at most.
-
-        Raises:
-            HearthError: the keeper or upstream does not answer, or the model is gone.
-        """
+        """Return the version that a model's source has now, within seconds. Raises HearthError."""
         match await self._ask(LookUpstream(source)):
             case UpstreamSeen(version):
                 return version

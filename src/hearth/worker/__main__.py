@@ -155,7 +155,6 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
 
 
 def _wait_for_calm(first_tokens: FirstTokens) -> None:
-    """Wait until the requests that waited for this worker have their first tokens."""
     time.sleep(PINNING_DELAY_S)
     first_tokens.give_way(MAX_PINNING_DELAY_S)()
 

@@ -1,7 +1,4 @@
-"""How an adapter comes to a worker's device: it is looked up, and transferred. Places nothing.
-
-Threads do both, beside the steps, and post news. The bytes take the same way as those of models.
-"""
+"""Looks adapters up and transfers them to a worker's device, on threads that post news. Places nothing."""
 
 from __future__ import annotations
 
@@ -19,21 +16,17 @@ from hearth.store.transfer.lease import Lease, await_keeper
 from hearth.store.transfer.lease_client import OpenedAdapter
 from hearth.store.transfer.record import LoadRecord
 from hearth.store.transfer.transfer import MAX_RUN_CHUNKS, Transfer, TransferHooks
-from hearth.worker.failure import Failure, failure_of
+from hearth.worker.failure import Failure, failure_of, start_thread
 from hearth.worker.runtime import HostingResources
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFound:
-    """The keeper has the adapter, and its size is known."""
-
     opened: OpenedAdapter
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterMissing:
-    """The keeper does not have the adapter where it was looked for."""
-
     failure: Failure
 
 
@@ -46,16 +39,12 @@ class AdapterArriving:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFilled:
-    """All bytes of the adapter are on the device."""
-
     record: LoadRecord
     was_arriving: bool  #: `AdapterArriving` was posted before
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterBroken:
-    """The bytes of the adapter cannot be had."""
-
     failure: Failure
 
 
@@ -64,8 +53,6 @@ PostAdapterNews = Callable[[AdapterId, AdapterNews], None]
 
 
 def find_adapter(order: AdapterOrder, resources: HostingResources, post: PostAdapterNews) -> None:
-    """Have the keeper look an adapter up, on a thread of its own."""
-
     def look_up() -> None:
         lease_client = resources.lease_client
         opened = await_keeper(lambda: lease_client.open_adapter(order.where, order.weight), lambda: False)
@@ -76,11 +63,12 @@ def find_adapter(order: AdapterOrder, resources: HostingResources, post: PostAda
             )
         post(order.adapter, AdapterFound(opened))
 
-    _start(look_up, resources, lambda failure: post(order.adapter, AdapterMissing(failure)))
+    start_thread(
+        resources.loader.threads, look_up, lambda failure: post(order.adapter, AdapterMissing(failure))
+    )
 
 
 def adapter_lease(opened: OpenedAdapter, resources: HostingResources) -> Lease:
-    """Return the lease of an adapter, of which nothing is asked yet."""
     return Lease(resources.lease_client, opened, range(len(opened.manifest.chunks)))
 
 
@@ -126,7 +114,7 @@ def load_adapter(
         lease.cancel()
         post(adapter, AdapterBroken(failure))
 
-    _start(load, resources, fail)
+    start_thread(resources.loader.threads, load, fail)
 
 
 def _load_pieces(layers: Sequence[tuple[int, ByteRange]], runs: Sequence[PieceRun]) -> list[LoadPiece]:
@@ -144,17 +132,3 @@ def _load_pieces(layers: Sequence[tuple[int, ByteRange]], runs: Sequence[PieceRu
         first = end
     assert first == len(layers), f"{first} pieces for {len(layers)} layers"
     return pieces
-
-
-def _start(
-    act: Callable[[], object], resources: HostingResources, on_failure: Callable[[Failure], None]
-) -> None:
-    """Run `act` beside the steps; `on_failure` receives what it raises."""
-
-    def run() -> None:
-        try:
-            act()
-        except Exception as error:  # the thread's top
-            on_failure(failure_of(error))
-
-    resources.loader.threads.start(run)

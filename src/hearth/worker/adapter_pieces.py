@@ -1,8 +1,7 @@
 """The memory of adapters on a worker's device, and the engines that compute with it. Loads nothing.
 
-An engine learns of an adapter when its first request starts, and forgets it when the adapter is evicted. If
-running requests of a model that waits for its turn have the adapter, the engine keeps it, and learns its new
-place when it is loaded again: it makes no step until then.
+An engine learns of an adapter when its first request starts, and forgets it when the adapter is evicted,
+unless running requests of a waiting model have it: then it makes no step until the adapter is loaded again.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class AdapterPieces:
         return self._pieces[adapter]
 
     def filled(self, adapter: AdapterId, layout: AdapterLayout) -> None:
-        """Note that an adapter is loaded, and tell the engines that wait for it."""
         self._layouts[adapter] = layout
         # A request that lacked it may have ended before: its mark is ahead of the last copies.
         self._last_reads.pop(adapter, None)
@@ -61,17 +59,13 @@ class AdapterPieces:
                     engine.move_adapter(adapter, layout, self.split(adapter))
 
     def bind(self, adapter: AdapterId, model: ModelId, engine: Engine) -> None:
-        """Add a loaded adapter to the engine of a request that starts."""
         self._last_reads.pop(adapter, None)
         if adapter not in engine.adapters:
             with blaming(model):
                 engine.add_adapter(adapter, self._layouts[adapter], self.split(adapter))
 
     def rest(self, adapter: AdapterId) -> None:
-        """Note that the last request of an adapter has ended: no step queued from now on reads it.
-
-        The next owner of its memory waits only for steps before this mark.
-        """
+        """No step queued from now on reads the adapter: the next owner waits only for steps before."""
         if adapter in self._runs and (mark := self.pool.pieces.mark()) is not None:
             self._last_reads[adapter] = mark
 

@@ -1,8 +1,6 @@
 """The adapters of a worker: looked up, loaded, kept and evicted. Steps nothing and sends no messages.
 
-`AdapterResidency` decides which is placed next and which take requests, `ReclaimPolicy` what is evicted for
-them. An adapter is looked up with its first request, and loaded while its model is loading or waits for its
-turn, as far as memory is free.
+`AdapterResidency` decides which is placed next and which take requests, `ReclaimPolicy` what is evicted.
 """
 
 from __future__ import annotations
@@ -61,8 +59,6 @@ class _WantedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class FailedRuns:
-    """Requests whose adapter cannot be had."""
-
     runs: Sequence[int]
     failure: Failure
 
@@ -94,7 +90,6 @@ class WorkerAdapters:
     # Events.
 
     def asked(self, request: StartRequest, order: AdapterOrder, arrived_s: float) -> None:
-        """Note a request that wants an adapter."""
         adapter, now_s = order.adapter, time.perf_counter()
         self._forgotten.discard(adapter)  # it was deployed again
         wanted = self._wanted.get(adapter)
@@ -116,21 +111,20 @@ class WorkerAdapters:
             wanted.is_finding = True
             self._to_find.append(order)
             self._find_more()
-        self.look_again()
+        self.recheck()
 
     def ended(self, run: int) -> None:
-        """Note that a request has ended; one without an adapter is unknown."""
+        """Note the end of any request, with an adapter or without."""
         if (adapter := self.residency.ended(run)) is not None:
             self._pieces.rest(adapter)
-        self.look_again()
+        self.recheck()
 
     def forget(self, adapter: AdapterId) -> None:
         """Note that an adapter was removed: its memory is freed with its last request."""
         self._forgotten.add(adapter)
-        self.look_again()
+        self.recheck()
 
-    def look_again(self) -> None:
-        """Note that an adapter may be placed, or a request start, that could not before."""
+    def recheck(self) -> None:
         self._is_due = True
 
     def take_news(self, adapter: AdapterId, news: AdapterNews) -> AdapterLoaded | FailedRuns | None:
@@ -138,7 +132,7 @@ class WorkerAdapters:
 
         Raises ModelBroke if a model breaks by it: drop that one and take the same news again.
         """
-        self.look_again()
+        self.recheck()
         match news:
             case AdapterFound(opened):
                 self._looked_up()
@@ -162,14 +156,10 @@ class WorkerAdapters:
 
     @property
     def is_due(self) -> bool:
-        """True if `advance` may place an adapter, or a request may start."""
         return self._is_due or self._seen != self._seen_now()
 
     def advance(self) -> Iterator[FailedRuns]:
-        """Place adapters that requests wait for, as far as there is room; yield the requests of the others.
-
-        The caller ends those requests before it goes on.
-        """
+        """Place adapters while there is room; yield failed requests, which the caller ends at once."""
         self._is_due = is_blocked = False
         self._drop_forgotten()
         while (adapter := self.residency.next()) is not None:
@@ -187,10 +177,7 @@ class WorkerAdapters:
         self._forget_unwanted()
 
     def give_up(self, short: ModelId) -> FailedRuns | None:
-        """Evict an adapter in use, if there is one, for a model that cannot go on otherwise.
-
-        Adapters are promised no memory, so their requests fail before a model does.
-        """
+        """Evict an adapter in use, if any: adapters are promised no memory, so their requests fail first."""
         adapter = self.residency.last_in_use()
         if adapter is None:
             return None
@@ -203,7 +190,6 @@ class WorkerAdapters:
         return self._fail(adapter, failure_of(error))
 
     def start(self, run: int, adapter: AdapterId, model: ModelId, engine: Engine) -> None:
-        """Bind the adapter of a request that starts now to its model's engine."""
         self._pieces.bind(adapter, model, engine)
         self.residency.started(run)
 
@@ -240,13 +226,11 @@ class WorkerAdapters:
         return policy.generation, policy.is_short
 
     def _unpin_others(self, order: AdapterOrder) -> None:
-        """Unpin what was deployed under the same name before: it is not asked for again."""
         for adapter, wanted in self._wanted.items():
             if wanted.order.name == order.name and adapter != order.adapter:
                 self.residency.unpin(adapter)
 
     def _find_more(self) -> None:
-        """Have the keeper look adapters up in order, at most `MAX_FINDING` at once."""
         while self._to_find and self._num_finding < MAX_FINDING:
             order = self._to_find.popleft()
             if self.residency.runs_of(order.adapter):
@@ -277,7 +261,6 @@ class WorkerAdapters:
             self.residency.found(adapter)
 
     def _forget_oldest(self) -> None:
-        """Forget the least recently used adapter without requests."""
         oldest = next((one for one in self._found if one not in self._wanted), None)
         if oldest is not None:
             del self._found[oldest]
@@ -293,7 +276,6 @@ class WorkerAdapters:
         return bool(self.residency.idle()) or self._reclaimer.pool.free_bytes >= num_bytes
 
     def _place(self, adapter: AdapterId, *, may_take: bool) -> bool:
-        """Give an adapter its memory, and start its transfer; False: there is no room."""
         wanted, opened = self._wanted[adapter], self._found[adapter]
         layout = opened.manifest.layout
         lease, is_asked = adapter_lease(opened, self._resources), False
@@ -328,7 +310,6 @@ class WorkerAdapters:
         return True
 
     def _prefetch(self, adapter: AdapterId) -> None:
-        """Prefetch an adapter without room on the device to host memory."""
         wanted, opened = self._wanted[adapter], self._found[adapter]
         if wanted.prefetch is not None or opened.is_in_host:
             return
@@ -346,13 +327,11 @@ class WorkerAdapters:
         )
 
     def _note_there(self, adapter: AdapterId) -> None:
-        """Tell all engines that know an adapter where it is; then its requests may start."""
         self._pieces.filled(adapter, self._found[adapter].manifest.layout)
         self.residency.loaded(adapter)
         self._reclaimer.policy.note_freed()  # it may be evicted again
 
     def _filled(self, adapter: AdapterId, news: AdapterFilled) -> AdapterLoaded | None:
-        """Learn from a load; None: the adapter has neither memory nor requests any more."""
         if not news.was_arriving:
             self._note_there(adapter)
         wanted, record = self._wanted.get(adapter), news.record
@@ -370,7 +349,6 @@ class WorkerAdapters:
         return AdapterLoaded(adapter, runs, record.num_bytes, rungs, wanted.wait_s, record.total_s)
 
     def _fail(self, adapter: AdapterId, failure: Failure) -> FailedRuns:
-        """Give an adapter and its requests up; the next request tries again."""
         runs = self.residency.runs_of(adapter)
         if adapter in self._wanted:
             self._wanted[adapter].is_finding = False
@@ -407,7 +385,6 @@ class WorkerAdapters:
                 self._reclaimer.reload_costs.forget(adapter)
 
     def _forget_unwanted(self) -> None:
-        """Forget adapters without memory and requests, unless the keeper is being asked for them."""
         for adapter in (*self._unwanted, *self.residency.take_unused()):
             self._unwanted.discard(adapter)
             wanted = self._wanted.get(adapter)

@@ -34,10 +34,7 @@ class FirstTokens:
                 self._are_all_served.set()
 
     def give_way(self, most_s: float) -> Callable[[], None]:
-        """Return a function that waits until every request has a first token.
-
-        All its calls together wait at most `most_s` from now on, so that background work advances under load.
-        """
+        """Return a function that waits for all first tokens; its calls end by `most_s` from now."""
         until_s = time.monotonic() + most_s
         return lambda: self._wait(until_s - time.monotonic())
 

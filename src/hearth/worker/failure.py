@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ import torch
 
 from hearth.core.errors import EngineFailed, HearthError
 from hearth.core.types import ModelId
+from hearth.system.standing_threads import StandingThreads
 
 #: Driver errors that break the context, as `system/cuda/driver.py` names them.
 _FATAL_CODES = (
@@ -58,7 +59,6 @@ def blaming(model: ModelId) -> Iterator[None]:
 
 
 def blame(model: ModelId, error: Exception) -> tuple[ModelId, Failure]:
-    """Return the model that failed in work done for `model`, and how."""
     if isinstance(error, ModelBroke):
         error.__traceback__ = None  # as in `failure_of`
         return error.model, failure_of(error.error)
@@ -73,6 +73,20 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, HearthError):  # its message suffices
         label, reason = error.label, str(error)
     return Failure(label, reason, _is_fatal(error), trace)
+
+
+def start_thread(
+    threads: StandingThreads, act: Callable[[], object], on_failure: Callable[[Failure], None]
+) -> None:
+    """Run `act` beside the steps; `on_failure`, called by that thread, receives what it raises."""
+
+    def run() -> None:
+        try:
+            act()
+        except Exception as error:  # the thread's top
+            on_failure(failure_of(error))
+
+    threads.start(run)
 
 
 def _is_fatal(error: Exception) -> bool:

@@ -1,7 +1,6 @@
 """The worker's end of its connection to the gateway: a handshake, then orders in and facts out.
 
-One thread receives, one sends. Sending blocks while the gateway does not read, so a worker is ahead of its
-gateway by no more than the socket holds.
+Sending blocks while the gateway does not read.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from hearth.core.errors import ServiceError
 from hearth.core.messages import VERSION, Challenge, Fact, Order, Welcome, WorkerHello
 from hearth.core.types import WorkerId
 
-#: How long the gateway may take to answer.
 GREETING_S = 30.0
 
 

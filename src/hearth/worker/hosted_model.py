@@ -22,6 +22,7 @@ from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.format.manifest import TOKENIZER
 from hearth.store.transfer.lease_client import OpenedModel
 from hearth.store.transfer.record import LoadRecord
+from hearth.worker.failure import start_thread
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
 from hearth.worker.hosting_state import (
     Assembling,
@@ -37,25 +38,21 @@ from hearth.worker.hosting_state import (
 )
 from hearth.worker.model_load import (
     EngineReady,
-    FrontLoaded,
     HostingNews,
-    HostPrefetched,
     ModelFound,
     ModelLoad,
     open_model,
-    start_thread,
 )
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.pending_requests import PendingRequests
-from hearth.worker.prefetch import ModelPrefetch
+from hearth.worker.prefetch import TurnPrefetch
 from hearth.worker.runtime import HostingResources
-from hearth.worker.weights_transfer import WeightsLoaded
+from hearth.worker.weights_transfer import ModelBroken, WeightsLoaded
 
 #: Tuples for `isinstance`, which is called many times a step.
 _WITH_ENGINE = (Loading, Loaded, Incomplete, Retired)
 _TAKING = (Loading, Loaded, Incomplete)  #: requests
 _UNDER_WAY = (Assembling, Loading)
-#: Told of a model of which nothing was missing.
 _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
 
 
@@ -90,8 +87,7 @@ class HostedModel:
         self.memory: MemoryProfile | None = None  #: of its snapshot; None: it has none
         self.first_load: ModelLoaded | None = None  #: None: it was never whole
         self._opened: OpenedModel | None = None  #: the model as it was found
-        self._ahead: ModelPrefetch | None = None  #: while it waits for its turn, and is one of the next
-        self._untold: list[LoadRecord] = []  #: of bytes that came ahead, since all of it was there
+        self.prefetch = TurnPrefetch(order.model, resources, pool)
         self._resources, self._pool, self._post = resources, pool, post
         self._is_closed = threading.Event()  #: for the thread that looks the model up
 
@@ -101,13 +97,11 @@ class HostedModel:
 
     @property
     def served(self) -> ServedModel | None:
-        """The model with its engine; None while it has none."""
         state = self.state
         return state.served if isinstance(state, _WITH_ENGINE) else None
 
     @property
     def spec(self) -> HostingSpec | None:
-        """How the model is hosted; None before it is found."""
         match self.state:
             case Found(spec=spec) | Assembling(spec=spec):
                 return spec
@@ -115,34 +109,27 @@ class HostedModel:
 
     @property
     def load_under_way(self) -> ModelLoad | None:
-        """The load that runs from the moment the model has its memory until all of it is there."""
         state = self.state
         return state.load if isinstance(state, _UNDER_WAY) else None
 
     @property
     def is_loading(self) -> bool:
-        """True while the model has memory that is being filled."""
-        return isinstance(self.state, _UNDER_WAY) or self.crossing_bytes > 0
+        return isinstance(self.state, _UNDER_WAY) or self.prefetch.copying_bytes > 0
 
     @property
-    def crossing_bytes(self) -> int:
-        """Bytes that are on their way to the device ahead of the model's turn."""
-        return 0 if self._ahead is None else self._ahead.crossing_bytes
-
-    @property
-    def can_cross(self) -> bool:
+    def can_copy(self) -> bool:
         """True if the model waits for its turn in host memory, and bytes of it that are not on the device."""
         spec = self.spec
-        if spec is None or self._ahead is None or not self._ahead.is_in_host or self.is_loading:
+        if spec is None or not self.prefetch.is_in_host or self.is_loading:
             return False
         return self._pool.resident_bytes(self.model) < spec.shape.stored.num_bytes
 
     @property
-    def there_bytes(self) -> int:
+    def loaded_bytes(self) -> int:
         """About how many bytes, as stored, are on the device: not those that are on their way."""
         if (load := self.load_under_way) is not None:
             return load.reused_bytes
-        return max(0, self._pool.resident_bytes(self.model) - self.crossing_bytes)
+        return max(0, self._pool.resident_bytes(self.model) - self.prefetch.copying_bytes)
 
     @property
     def is_loaded(self) -> bool:
@@ -154,12 +141,10 @@ class HostedModel:
 
     @property
     def is_computing(self) -> bool:
-        """True if a step is in flight: it reads the model's weights and writes its KV."""
         return (served := self.served) is not None and served.engine.is_computing
 
     @property
     def takes_requests(self) -> bool:
-        """True if requests can go to the engine; else they are queued."""
         return isinstance(self.state, _TAKING)
 
     @property
@@ -170,7 +155,6 @@ class HostedModel:
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
     def is_same(self, order: HostModel) -> bool:
-        """True if the engine of this model fits an order."""
         return _identity(self.order) == _identity(order)
 
     def _wrong(self, what: str) -> AssertionError:
@@ -179,7 +163,6 @@ class HostedModel:
     # Requests.
 
     def expect(self, request: StartRequest) -> None:
-        """Have a load under way prepare for a request."""
         if (load := self.load_under_way) is not None:
             load.expect(request)
 
@@ -193,7 +176,6 @@ class HostedModel:
     # The way to being loaded.
 
     def find(self) -> None:
-        """Have the keeper look the model up; the news of it are posted."""
         order, resources, post = self.order, self._resources, self._post
         is_given_up = self._is_closed.is_set
 
@@ -205,7 +187,11 @@ class HostedModel:
             spec = hosting_spec(order, manifest, tokenizer_json, resources.device)
             post(order.hosting, ModelFound(spec, opened))
 
-        start_thread(look_up, resources, lambda news: post(order.hosting, news))
+        start_thread(
+            resources.loader.threads,
+            look_up,
+            lambda failure: post(order.hosting, ModelBroken(failure)),
+        )
 
     def found(self, news: ModelFound) -> None:
         match self.state:
@@ -214,10 +200,6 @@ class HostedModel:
                 self.state = Found(news.spec, time.perf_counter() - began_s)
             case _:
                 raise self._wrong("was found")
-
-    def host_again(self, order: HostModel) -> None:
-        """Host a retired model with its engine again."""
-        self.order, self.hold = order, Hold.WARM
 
     def displaced(self) -> None:
         """Note that the addresses of a retired model went to another: its engine is put together anew."""
@@ -233,8 +215,7 @@ class HostedModel:
         """Take the memory for all of the model, and have what is missing done by threads.
 
         `is_beside`: others step meanwhile, and should not be held up. Returns the news if nothing is missing.
-        Raises what `place` does, and has changed nothing then:
-            DeviceError: there is no place for the model.
+        Raises what `place` does, and has changed nothing then.
         """
         began_s = time.perf_counter()
         match self.state:
@@ -291,47 +272,12 @@ class HostedModel:
             load.expect(request)
         return load
 
-    # What comes ahead of its turn.
-
-    def prefetch(self) -> None:
+    def start_prefetch(self) -> None:
         """Have the model come to host memory, unless it does or all of it is on the device."""
-        if (
-            self._ahead is None
-            and self._opened is not None
-            and not self.is_loading
-            and isinstance(self.state, Found | Incomplete | Retired)
-        ):
+        is_missing = isinstance(self.state, Found | Incomplete | Retired)
+        if self._opened is not None and not self.is_loading and is_missing:
             post, hosting = self._post, self.order.hosting
-            self._ahead = ModelPrefetch(
-                self.order, self._opened, self._resources, lambda news: post(hosting, news)
-            )
-
-    def prefetched(self, news: HostPrefetched) -> None:
-        if self._ahead is not None:
-            self._ahead.is_in_host = news.is_in_host
-
-    def cross(self, space: Space) -> None:
-        """Have all gaps of a space filled ahead of the model's turn."""
-        spec, pool, name = self.spec, self._pool, self.model
-        if spec is None or self._ahead is None:
-            raise self._wrong("cannot be loaded ahead")
-        self._ahead.cross(space, spec.layout, lambda part: pool.prepare(name, part))
-
-    def front_loaded(self, news: FrontLoaded) -> None:
-        if self._ahead is None:
-            raise self._wrong("was loaded ahead")
-        if news.record is None:
-            self._ahead.cancel()  # of which some may be going on
-        else:
-            self._untold.append(news.record)
-        self._ahead.crossing_bytes, self._ahead.is_in_host = 0, news.record is not None
-        self._pool.load_ended(self.model, is_whole=news.record is not None)
-
-    def stop_waiting(self) -> None:
-        """Have no more of the model come ahead of its turn; what is crossing still does."""
-        if self._ahead is not None and not self._ahead.crossing_bytes:
-            self._ahead.cancel()
-            self._ahead = None
+            self.prefetch.begin(self.order, self._opened, lambda news: post(hosting, news))
 
     def engine_ready(self, news: EngineReady) -> ModelLoaded | None:
         """Note that the engine is there. Returns the news if all bytes are as well."""
@@ -347,12 +293,11 @@ class HostedModel:
                 raise self._wrong("got an engine")
         load.is_engine_ready = True
         if news.is_whole:
-            load.crossing_s = load.ready_s = time.perf_counter()
+            load.transfer_began_s = load.ready_s = time.perf_counter()
             load.weights = _NO_LOAD
         return self._complete_if_whole()
 
     def almost_loaded(self) -> None:
-        """Note that the last bytes should be there soon."""
         if (load := self.load_under_way) is not None:
             load.is_almost_loaded = True
 
@@ -367,7 +312,7 @@ class HostedModel:
             case Loading(served, load) if load.is_engine_ready and load.weights is not None:
                 times = _LoadTimes(
                     load.open_s,
-                    place_s=load.crossing_s - load.began_s,
+                    place_s=load.transfer_began_s - load.began_s,
                     assemble_s=load.ready_s - load.began_s,
                     kernels_s=load.kernels_s,
                 )
@@ -387,15 +332,15 @@ class HostedModel:
         if self._resources.config.graphs == "start":
             served.engine.runner.capture_all()
         record, widen_s = weights.record, weights.widen_s
-        untold, self._untold = self._untold, []
-        ahead_bytes = sum(one.num_bytes for one in untold)
+        prefetched = self.prefetch.take_records()
+        ahead_bytes = sum(one.num_bytes for one in prefetched)
         total_s = record.total_s + (widen_s or 0.0)
         loaded = ModelLoaded(
             model=self.model,
             hosting=self.order.hosting,
-            rungs=_sum_rungs([*untold, record]),
+            rungs=_sum_rungs([*prefetched, record]),
             reused_bytes=max(0, reused_bytes - ahead_bytes),
-            shared_bytes=record.shared_bytes + sum(one.shared_bytes for one in untold),
+            shared_bytes=record.shared_bytes + sum(one.shared_bytes for one in prefetched),
             open_s=times.open_s,
             assemble_s=times.assemble_s,
             first_layer_s=record.first_layer_s if widen_s is None else total_s,
@@ -411,7 +356,6 @@ class HostedModel:
     # The way back.
 
     def became_incomplete(self) -> None:
-        """Note that the model has lost weights, or its workspace, to other models."""
         match self.state:
             case Loaded(served):
                 self.state = Incomplete(served)
@@ -422,11 +366,7 @@ class HostedModel:
         Unless all of it has come, the memory that it was to fill is given back. A model that has no engine
         yet is closed with it. Its stay ends, so what was posted is stale.
         """
-        if self._ahead is not None:
-            self._ahead.cancel()
-            if self._ahead.crossing_bytes:
-                self._pool.load_ended(self.model, is_whole=False)
-            self._ahead = None
+        self.prefetch.cancel()
         load = self.load_under_way
         if load is None:
             return
@@ -441,7 +381,6 @@ class HostedModel:
                 self.state = Closed()
 
     def retire(self) -> None:
-        """Keep the engine of an idle model for its return."""
         match self.state:
             case Loaded(served) | Incomplete(served) | Retired(served):
                 self.state = Retired(served)
@@ -458,7 +397,6 @@ class HostedModel:
 
 
 def _identity(order: HostModel) -> tuple[object, ...]:
-    """Return the fields of an order that must agree for a model to be hosted again."""
     where = (order.where, order.digest, order.weight, order.slot)
     return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)
 

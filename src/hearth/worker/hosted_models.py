@@ -22,7 +22,6 @@ from hearth.worker.runtime import HostingResources
 from hearth.worker.turns import Turns
 from hearth.worker.weights_transfer import WeightsLoaded
 
-#: How many of those that wait for their turn come to host memory meanwhile.
 NUM_PREFETCHING = 2
 #: Engines of retired models that are kept. Besides pool memory each takes some tens of MB, mostly for graphs.
 MAX_RETIRED = 16
@@ -31,10 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class HostedModels:
-    """All models of a worker. Mutable; the step thread alone calls it. `post` is called by other threads.
-
-    Knows no request: it asks only whether a model has any, and `Runs` owns each request and its end.
-    """
+    """Mutable; the step thread alone calls it. `post` is called by other threads."""
 
     def __init__(
         self,
@@ -57,14 +53,13 @@ class HostedModels:
         self._resources, self._post = resources, post
         #: Retired models with their engine, the longest retired first.
         self._retired: dict[ModelId, HostedModel] = {}
-        #: The last one that found no room for bytes ahead of its turn, and the generation of memory then.
+        #: The last model without room for bytes before its turn, and the generation of memory then.
         self._vain_front: tuple[ModelId, int] | None = None
         self._is_prepared = False  #: for some model, which covers what all starts share
 
     # Coming and going.
 
     def prepare(self, order: PrepareModel) -> None:
-        """Prepare kernels and snapshots for a model that may be hosted later."""
         resources = self._resources
         if resources.kernels is not None:
             resources.kernels.prepare(order)
@@ -80,7 +75,7 @@ class HostedModels:
         self._follow_displaced()
         retired = self._retired.pop(model, None)
         if retired is not None and retired.is_same(order):
-            retired.host_again(order)
+            retired.order, retired.hold = order, Hold.WARM
             self.hosted[model] = retired
             self.turns.hosted(retired)
             return self.load_in_turn(retired)
@@ -97,7 +92,6 @@ class HostedModels:
         return None
 
     def _follow_displaced(self) -> None:
-        """Close engines of retired models whose addresses now belong to others."""
         for model in self.reclaimer.pool.take_displaced():
             if (retired := self._retired.pop(model, None)) is not None:
                 retired.close()
@@ -108,7 +102,6 @@ class HostedModels:
         return self.load(hosted) if hosted.has_turn else None
 
     def load(self, hosted: HostedModel) -> ModelLoaded | None:
-        """Have all of a model loaded that is not there; others may have to give way."""
         self._follow_displaced()
         if isinstance(hosted.state, Finding) or hosted.is_loading:
             return None
@@ -139,7 +132,6 @@ class HostedModels:
         return self._announced(loaded)
 
     def limit_torch(self) -> None:
-        """Limit torch to what the present engines were measured to need."""
         if self._resources.torch_limit is not None:
             models = {**self._retired, **self.hosted}
             self._resources.torch_limit.follow(
@@ -179,25 +171,24 @@ class HostedModels:
         self.limit_torch()
         log.info("model_dropped model=%s", model)
 
-    # Ahead of turns.
+    # Before turns.
 
-    def look_ahead(self) -> None:
-        """Have models come nearer that wait for their turn.
+    def prefetch(self) -> None:
+        """Prefetch models that wait for their turn.
 
-        The next ones come to host memory, and bytes of the very next to the device, where addresses last and
-        others lie there that cost less.
+        The next ones come to host memory, and bytes of the very next to the device if its addresses last and
+        cheaper bytes can be evicted.
         """
         line = self.turns.next_in_line()
         for model, hosted in self.hosted.items():
             if model not in line:
-                hosted.stop_waiting()
+                hosted.prefetch.stop()
         for model in [model for model in line if not self.hosted[model].is_loaded][:NUM_PREFETCHING]:
-            self.hosted[model].prefetch()
+            self.hosted[model].start_prefetch()
         if line and self.reclaimer.pool.keeps_addresses:
-            self._cross(line)
+            self._copy_first(line)
 
-    def _cross(self, line: Sequence[ModelId]) -> None:
-        """Have bytes of the next in line cross, unless others do."""
+    def _copy_first(self, line: Sequence[ModelId]) -> None:
         if any(one.is_loading for one in self.hosted.values()) or (model := self.turns.early(line)) is None:
             return
         hosted, generation = self.hosted[model], self.reclaimer.policy.generation
@@ -208,13 +199,12 @@ class HostedModels:
         except DeviceError:  # it never fits, as is told in its turn
             return
         if space is not None:
-            hosted.cross(space)
+            hosted.prefetch.copy(space, spec.layout)
         else:
             self._vain_front = (model, generation)
 
     def front_loaded(self, hosted: HostedModel, news: FrontLoaded) -> ModelLoaded | None:
-        """Note that bytes of a model have crossed; if it is its turn by now, the rest follows."""
-        hosted.front_loaded(news)
+        hosted.prefetch.copied(news)
         self.reclaimer.policy.note_freed()
         return self.load(hosted) if self.turns.is_in_turn(hosted.model) else None
 

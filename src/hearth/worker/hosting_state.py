@@ -38,7 +38,6 @@ class ServedModel:
     pooled_tables: dict[SamplingTable, int] = field(default_factory=dict)
 
     def rebind(self, places: Mapping[str, TensorPlace], workspace: torch.Tensor | None = None) -> None:
-        """Compute with tensors that are elsewhere now, and in another workspace."""
         self.engine.runner.rebind(bind(self.spec.model.arch, self.spec.layout, places), workspace)
 
 

@@ -24,7 +24,6 @@ from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.store.format.manifest import Manifest
 from hearth.worker.step_rehearsal import first_step_keys, other_keys, rehearse
 
-#: How long the rehearsal of one list of kernels gives way, in all.
 MAX_PAUSE_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,6 @@ class ModelKernels:
         self._thread.submit(_prune, cache)
 
     def compile(self, manifest: Manifest, limits: StepLimits) -> None:
-        """Load a model's kernels onto the device. Compiling new ones takes seconds."""
         self._warmup.compile(self._needs(manifest, limits))
 
     def prepare(self, order: PrepareModel) -> None:
@@ -71,10 +69,7 @@ class ModelKernels:
             log.exception("model_not_prepared model=%s", order.model)
 
     def _rehearse(self, needs: KernelNeeds) -> None:
-        """Rehearse the first steps, once per list of kernels, if all are compiled.
-
-        Other steps are rehearsed after the first steps of all models.
-        """
+        """Rehearse steps, once per list of kernels, if all are compiled; first steps come first."""
         if (key := list_key(needs)) in self._rehearsed or not self._warmup.load(needs):
             return
         self._rehearsed.add(key)

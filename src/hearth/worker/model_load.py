@@ -30,7 +30,7 @@ from hearth.store.transfer.destination import PageMapping
 from hearth.store.transfer.lease import Lease, await_keeper
 from hearth.store.transfer.lease_client import LeaseClient, OpenedModel
 from hearth.store.transfer.record import LoadRecord
-from hearth.worker.failure import failure_of
+from hearth.worker.failure import start_thread
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.runtime import HostingResources
@@ -47,16 +47,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFound:
-    """The keeper has opened the model."""
-
     spec: HostingSpec
     opened: OpenedModel
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """A placed model has its engine; missing bytes may still be in transfer."""
-
     engine: Engine
     is_whole: bool  #: no bytes are missing
     look: SnapshotLook | None = None  #: for its snapshot; None: the engine is not new, or none are used
@@ -64,8 +60,6 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True)
 class HostPrefetched:
-    """The prefetch of a model to host memory is over."""
-
     is_in_host: bool
 
 
@@ -89,7 +83,6 @@ class FirstRequests:
         return self._changed(request, 1)
 
     def without_one(self, request: StartRequest) -> FirstRequests:
-        """Return these without `request`."""
         return self._changed(request, -1)
 
     def _changed(self, request: StartRequest, by: int) -> FirstRequests:
@@ -165,7 +158,7 @@ class ModelLoad:
         self.is_almost_loaded = False
         self.weights: WeightsLoaded | None = None
         #: When the transfer began, if there is one, and when the engine was there: by `time.perf_counter`.
-        self.crossing_s = self.ready_s = 0.0
+        self.transfer_began_s = self.ready_s = 0.0
         self.kernels_s = 0.0  #: for bringing kernels to the device
         #: Keeps building and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
@@ -175,20 +168,21 @@ class ModelLoad:
         self._transfer: WeightsTransfer | None = None
         self._mapping: PageMapping | None = None
         self._new_mapping = partial(PageMapping, prepare, space.parts, resources.loader.threads)
-        start_thread(lambda: self._prepare(engine), resources, post)
+        start_thread(
+            resources.loader.threads,
+            lambda: self._prepare(engine),
+            lambda failure: post(ModelBroken(failure)),
+        )
 
     @property
     def can_follow(self) -> bool:
-        """True if a step may follow the transfer, which is about to end."""
         return self.is_almost_loaded and self.is_engine_ready
 
     def expect(self, request: StartRequest) -> None:
-        """Note a request that waits for the model."""
         self._request_by_run[request.run] = request
         self.first = self.first.with_one(request)
 
     def forget(self, run: int) -> None:
-        """Note that a waiting request has ended."""
         if (request := self._request_by_run.pop(run, None)) is not None:
             self.first = self.first.without_one(request)
 
@@ -247,11 +241,9 @@ class ModelLoad:
             self._capture_first(engine.runner.layers)
 
     def _capture_first(self, runner: LayerRunner) -> None:
-        """Capture the first steps of waiting requests.
+        """Capture the first steps of waiting requests: uncaptured ones take the step thread some 15 ms each.
 
-        Launched kernel by kernel they take the step thread some 15 ms each, and restored graphs have to be
-        tried beside such a step first. Unless other models step, the first one follows the transfer layer by
-        layer, and is never captured.
+        Unless other models step, the first one follows the transfer layer by layer, and is never captured.
         """
         if self._mapping is None:
             return
@@ -267,10 +259,7 @@ class ModelLoad:
                 self._post(FirstStepsUncaptured())
 
     def _next_shape(self, runner: LayerRunner, captured: Collection[StepShape]) -> StepShape | None:
-        """Return the next step to capture for all requests so far; None: there is none.
-
-        A step that would be captured too late is left out: it takes the interpreter from the running one.
-        """
+        """Return the next step to capture; None: there is none, or it would be captured too late."""
         is_followed = self.is_almost_loaded and not self._is_beside
         if self._is_cancelled or is_followed or self.weights is not None:
             return None
@@ -296,13 +285,12 @@ class ModelLoad:
                 return
             # Not before the lease has begun: a thread that maps keeps the interpreter from one that asks.
             self._mapping = self._new_mapping()
-            self.crossing_s = time.perf_counter()
+            self.transfer_began_s = time.perf_counter()
             self._transfer = WeightsTransfer(
                 lease, opened.manifest, space, self._spec.layout, self._mapping, resources.loader, self._post
             )
 
     def _start_mapping(self) -> None:
-        """Map bytes that another model has on the device, unless the load was cancelled."""
         with self._lock:
             if not self._is_cancelled:
                 self._mapping = self._new_mapping()
@@ -322,7 +310,6 @@ class ModelLoad:
             self.kernels_s = time.perf_counter() - began_s
 
     def _look(self, engine: Engine) -> SnapshotLook | None:
-        """Find and restore the engine's snapshot. Not under the lock either."""
         if (snapshots := self._resources.snapshots) is None:
             return None
         post = self._post
@@ -331,27 +318,8 @@ class ModelLoad:
         )
 
 
-def start_thread(
-    act: Callable[[], None], resources: HostingResources, post: Callable[[HostingNews], None]
-) -> None:
-    """Run `act` beside the steps; what it raises is posted."""
-
-    def run() -> None:
-        try:
-            act()
-        except Exception as error:  # the thread's top
-            post(ModelBroken(failure_of(error)))
-
-    resources.loader.threads.start(run)
-
-
 def open_model(lease_client: LeaseClient, order: HostModel, is_given_up: Callable[[], bool]) -> OpenedModel:
-    """Have the keeper open a model.
-
-    Raises:
-        KeeperGone: as `await_keeper`.
-        ModelError: the model is not the one that was deployed.
-    """
+    """Have the keeper open a model. Raises KeeperGone, and ModelError if it changed since its deployment."""
     model = await_keeper(lambda: lease_client.open(order.where, order.weight), is_given_up)
     if model.manifest.digest != order.digest:
         raise ModelError(

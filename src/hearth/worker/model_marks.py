@@ -74,8 +74,6 @@ class _BegunStep:
 
 
 class ModelMarks:
-    """The `StepMarks` of one model's engine. Mutable; written by the step thread alone."""
-
     def __init__(self, model: ModelId, worker: WorkerMarks) -> None:
         self.model = model
         self.longest_s = 0.0  #: the longest time between two marks of a step

@@ -37,7 +37,6 @@ class SnapshotLook:
 
 
 def no_parts(engine: Engine) -> SnapshotParts | None:
-    """Keep only profiles of an engine."""
     return None
 
 
@@ -53,7 +52,6 @@ class ModelSnapshots:
         device_bytes: int,
         parts_of: Callable[[Engine], SnapshotParts | None] = no_parts,
     ) -> None:
-        """`parts_of` returns what snapshots keep of an engine besides profiles; None: nothing."""
         self.device_name, self.parts_of = device_name, parts_of
         self._directory, self._config, self._device = directory, config, device
         self._device_bytes = device_bytes
@@ -102,11 +100,9 @@ class ModelSnapshots:
 
     @property
     def lacks_graphs(self) -> bool:
-        """True if steps are captured but graphs cannot be kept."""
         return self._device.type == "cuda" and self._graphs() == "unkept"
 
     def prepare(self) -> None:
-        """Find out once, ahead of all starts, what they have in common. That is slow."""
         software(self._device.type)
 
     def save(self, fingerprint: Fingerprint, sections: Mapping[str, bytes]) -> Path:
@@ -114,7 +110,6 @@ class ModelSnapshots:
         return self._directory.save(fingerprint, sections)
 
     def _graphs(self) -> str:
-        """Return whether steps are captured, and whether their graphs are kept."""
         if self._config.graphs == "off":
             return "off"
         return "unkept" if self.parts_of is no_parts else "on"
@@ -142,10 +137,7 @@ class ModelSnapshots:
 
 
 def _addresses(space: Space, slot: int | None) -> str:
-    """Return where a model's memory ranges begin; their content follows from its shape.
-
-    The assigned slot comes first: a model deployed again should get the same one.
-    """
+    """Return where memory ranges begin, the slot first: a model deployed again should get the same."""
     ranges = {"weights": min(place.base.data_ptr() + place.offset for place in space.places.values())}
     for one in fields(space):
         if isinstance(found := getattr(space, one.name), torch.Tensor):

@@ -1,7 +1,6 @@
 """Prefetches what has no turn or no room yet: to host memory, and a model's first bytes to the device.
 
-No request waits for a prefetch. Its failures are logged; the load that follows meets them again. Takes no
-memory and decides nothing.
+Failures are only logged; the load that follows meets them again. Takes no memory and decides nothing.
 """
 
 from __future__ import annotations
@@ -12,17 +11,19 @@ from collections.abc import Callable
 
 from hearth.core.errors import HearthError, LoadCancelled
 from hearth.core.messages import HostModel
-from hearth.memory.pool import Space
+from hearth.core.types import ModelId
+from hearth.memory.pool import Pool, Space
 from hearth.models.layout import ByteRange, Layout
 from hearth.store.transfer.destination import PageMapping
 from hearth.store.transfer.lease import Lease
 from hearth.store.transfer.lease_client import HostPrefetch, OpenedAdapter, OpenedModel
+from hearth.store.transfer.record import LoadRecord
+from hearth.worker.failure import start_thread
 from hearth.worker.model_load import (
     FrontLoaded,
     HostingNews,
     HostPrefetched,
     open_model,
-    start_thread,
 )
 from hearth.worker.runtime import HostingResources
 from hearth.worker.weights_transfer import (
@@ -46,11 +47,10 @@ class ModelPrefetch:
         resources: HostingResources,
         post: Callable[[HostingNews], None],
     ) -> None:
-        """Have the keeper bring the model to host memory."""
         self._order, self._opened, self._resources, self._post = order, opened, resources, post
         #: News that the step thread has taken so far.
         self.is_in_host = False
-        self.crossing_bytes = 0  #: that have a place and are being transferred to it
+        self.copying_bytes = 0  #: that have a place and are being transferred to it
         #: Keeps beginning and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
         self._is_cancelled = False
@@ -58,17 +58,17 @@ class ModelPrefetch:
         self._mapping: PageMapping | None = None
         self._lease: Lease | None = None
         self._transfer: WeightsTransfer | None = None
-        start_thread(self._run, resources, post)
+        self._start(self._run)
 
-    def cross(self, space: Space, layout: Layout, prepare: Callable[[ByteRange], None]) -> None:
+    def copy(self, space: Space, layout: Layout, prepare: Callable[[ByteRange], None]) -> None:
         """Fill all gaps of a space; `prepare` maps a part of it."""
-        self.crossing_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
+        self.copying_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
         chunks = missing_chunks(self._opened.manifest, space.gaps)
         lease = Lease(self._resources.lease_client, self._opened, chunks, is_prefetch=True)
         mapping = PageMapping(prepare, space.parts, self._resources.loader.threads)
         with self._lock:
             self._mapping, self._lease, self._transfer = mapping, lease, None
-        start_thread(lambda: self._cross(lease, space, layout, mapping), self._resources, self._post)
+        self._start(lambda: self._copy(lease, space, layout, mapping))
 
     def cancel(self) -> None:
         """Cancel all of it, and wait until no thread touches the memory."""
@@ -83,6 +83,10 @@ class ModelPrefetch:
             if self._transfer is not None:
                 self._transfer.cancel()
 
+    def _start(self, act: Callable[[], None]) -> None:
+        threads, post = self._resources.loader.threads, self._post
+        start_thread(threads, act, lambda failure: post(ModelBroken(failure)))
+
     def _run(self) -> None:
         try:
             self._post(HostPrefetched(self._bring_to_host()))
@@ -93,7 +97,6 @@ class ModelPrefetch:
             self._post(HostPrefetched(is_in_host=False))
 
     def _bring_to_host(self) -> bool:
-        """Return whether all of the model is in host memory, when the prefetch is over."""
         lease_client = self._resources.lease_client
         opened = open_model(lease_client, self._order, lambda: self._is_cancelled)
         if opened.is_in_host:
@@ -105,7 +108,7 @@ class ModelPrefetch:
                 prefetch.cancel()
         return prefetch.wait()
 
-    def _cross(self, lease: Lease, space: Space, layout: Layout, mapping: PageMapping) -> None:
+    def _copy(self, lease: Lease, space: Space, layout: Layout, mapping: PageMapping) -> None:
         try:
             lease.begin()
             if not lease.is_in_host:
@@ -123,7 +126,6 @@ class ModelPrefetch:
             self._post(FrontLoaded(None))
 
     def _tell(self, news: LoadNews) -> None:
-        """Post how the transfer ends, and no progress."""
         match news:
             case WeightsLoaded(record):
                 self._post(FrontLoaded(record))
@@ -138,9 +140,62 @@ class ModelPrefetch:
             log.warning("load_ahead_failed model=%s reason=%s", self._order.model, reason)
 
 
-class AdapterPrefetch:
-    """An adapter on its way to host memory while it has no room on the device."""
+class TurnPrefetch:
+    """The prefetch of a model while it waits for its turn. Mutable; the step thread alone calls it."""
 
+    def __init__(self, model: ModelId, resources: HostingResources, pool: Pool) -> None:
+        self._model, self._resources, self._pool = model, resources, pool
+        self._current: ModelPrefetch | None = None  #: while the model is one of the next
+        self._records: list[LoadRecord] = []  #: of bytes copied to the device since all of it was there
+
+    @property
+    def copying_bytes(self) -> int:
+        return 0 if self._current is None else self._current.copying_bytes
+
+    @property
+    def is_in_host(self) -> bool:
+        return self._current is not None and self._current.is_in_host
+
+    def begin(self, order: HostModel, opened: OpenedModel, post: Callable[[HostingNews], None]) -> None:
+        if self._current is None:
+            self._current = ModelPrefetch(order, opened, self._resources, post)
+
+    def reached_host(self, news: HostPrefetched) -> None:
+        if self._current is not None:
+            self._current.is_in_host = news.is_in_host
+
+    def copy(self, space: Space, layout: Layout) -> None:
+        assert self._current is not None, f"`{self._model}` is not being prefetched"
+        self._current.copy(space, layout, lambda part: self._pool.prepare(self._model, part))
+
+    def copied(self, news: FrontLoaded) -> None:
+        assert self._current is not None, f"`{self._model}` is not being prefetched"
+        if news.record is None:
+            self._current.cancel()  # of which some may be going on
+        else:
+            self._records.append(news.record)
+        self._current.copying_bytes, self._current.is_in_host = 0, news.record is not None
+        self._pool.load_ended(self._model, is_whole=news.record is not None)
+
+    def stop(self) -> None:
+        """Prefetch no more, unless bytes are being copied to the device."""
+        if self._current is not None and not self._current.copying_bytes:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Prefetch no more, wait until no thread touches the memory, and give back what was to be filled."""
+        if self._current is not None:
+            self._current.cancel()
+            if self._current.copying_bytes:
+                self._pool.load_ended(self._model, is_whole=False)
+            self._current = None
+
+    def take_records(self) -> list[LoadRecord]:
+        records, self._records = self._records, []
+        return records
+
+
+class AdapterPrefetch:
     def __init__(self, opened: OpenedAdapter, resources: HostingResources) -> None:
         self._opened, self._resources = opened, resources
         self._lock = threading.Lock()  #: keeps beginning and cancelling apart; guards the fields below
@@ -150,7 +205,6 @@ class AdapterPrefetch:
         resources.loader.threads.start(self._run)
 
     def cancel(self) -> None:
-        """End it: the adapter is being loaded, or no request wants it."""
         with self._lock:
             self._is_cancelled = True
             if self._prefetch is not None:

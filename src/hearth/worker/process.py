@@ -20,9 +20,8 @@ _MAPPED_BYTES, _TRIMMED_BYTES = 32 << 20, 64 << 20
 def grow_by_pieces() -> None:
     """Let the heaps of new threads grow in large pieces. Only glibc has such heaps.
 
-    By default a heap grows page by page, each time by an mprotect that waits for the lock of the address
-    space. Threads that pin host memory (`store/tiers/pinning.py`) hold that lock most of the time: loading
-    CUDA kernels beside them took 8 s instead of 0.7.
+    Each growth takes the lock of the address space, which threads that pin host memory hold most of the time:
+    loading CUDA kernels beside them took 8 s instead of 0.7.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -32,7 +31,6 @@ def grow_by_pieces() -> None:
 
 
 def close_all_but(kept: Container[int | None]) -> None:
-    """Close all file descriptors except `kept`."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
             with suppress(OSError):  # that of the list itself

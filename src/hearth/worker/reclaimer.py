@@ -1,6 +1,4 @@
-"""Executes the orders of `policy/memory/reclaim.py` when a model needs memory, between steps. Decides
-nothing.
-"""
+"""Executes the orders of `policy/memory/reclaim.py` between steps. Decides nothing."""
 
 from __future__ import annotations
 
@@ -42,8 +40,6 @@ log = logging.getLogger(__name__)
 
 
 class HostedBooks:
-    """The KV and tables of all models with an engine, as the policy reads them: its `ModelBooks`."""
-
     def __init__(
         self, hosted: Mapping[ModelId, HostedModel], pool: Pool, due_in_s: Callable[[ModelId], float]
     ) -> None:
@@ -87,7 +83,6 @@ class HostedBooks:
         )
 
     def served(self, model: ModelId) -> ServedModel:
-        """Return a model that has an engine: the policy asks for no other."""
         served = self._hosted[model].served
         assert served is not None, f"`{model}` has no engine: {self._hosted[model].state}"
         return served
@@ -103,13 +98,13 @@ class Reclaimer:
         due_in_s: Callable[[ModelId], float],
         engines: Callable[[], Mapping[ModelId, Engine]] = dict,
     ) -> None:
-        """`hosted` is owned by the caller. `due_in_s`: seconds until a paused model's next token is due.
-
-        `engines` returns all engines, those of retired models included.
-        """
+        """`hosted` is owned by the caller. `engines` returns those of retired models, too."""
         self.pool = new_pool(self.eviction_terms)
         self.adapters = AdapterResidency(
-            self._adapter_cost, self._is_active, lambda: self.policy.is_short, self._is_whole
+            lambda adapter: self.reload_costs.adapter_cost_per_byte(adapter, time.monotonic()),
+            self._is_active,
+            lambda: self.policy.is_short,
+            self._is_whole,
         )
         self.pieces = AdapterPieces(self.pool, self.adapters, engines)
         self._books = HostedBooks(hosted, self.pool, due_in_s)
@@ -150,10 +145,7 @@ class Reclaimer:
         return space
 
     def _missing_bytes(self, model: ModelId, spec: HostingSpec) -> int:
-        """Return the bytes that must be freed before a model is placed.
-
-        Adapters in use free nothing now, so promised KV must fit beside them.
-        """
+        """Return the bytes to free before a model is placed: promised KV must fit beside adapters in use."""
         shape = spec.shape
         missing_bytes = self.pool.missing_bytes(model, shape)
         if self.adapters.last_in_use() is None:
@@ -193,7 +185,6 @@ class Reclaimer:
     # KV.
 
     def before_step(self, model: ModelId, served: ServedModel) -> None:
-        """Give a model tables and KV for its next step, as far as KV is available."""
         self._run(self.policy.before_step(model, served.engine.elastic, served.engine.batcher.kv.use()))
 
     def after_step(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
@@ -211,7 +202,6 @@ class Reclaimer:
         self._run(self.policy.drop_tables(model))
 
     def request_cancelled(self, hosted: HostedModel) -> None:
-        """Take back the tables that only a cancelled request needed."""
         if hosted.served is not None:
             self._run(self.policy.drop_tables(hosted.model))
         self.policy.note_freed()
@@ -227,25 +217,19 @@ class Reclaimer:
             return False
         return self._run(self.policy.place_adapter(adapter, sizes, may_take=may_take)) > 0
 
-    def _adapter_cost(self, adapter: AdapterId) -> float:
-        return self.reload_costs.adapter_cost_per_byte(adapter, time.monotonic())
-
     def _is_active(self, model: ModelId) -> bool:
         hosted = self._hosted.get(model)
         return hosted is not None and hosted.takes_requests and hosted.has_turn
 
     def _is_whole(self, model: ModelId) -> bool:
-        """True if all weights of a model are on the device or under way."""
         hosted = self._hosted.get(model)
         return hosted is not None and (hosted.is_loaded or hosted.is_loading)
 
     def _unassembled_bytes(self) -> int:
-        """Return the KV promised to models without an engine."""
         hosted = self._hosted.values()
         return sum(one.order.kv_floor_bytes for one in hosted if one.has_turn and not one.takes_requests)
 
     def _unplaced_bytes(self) -> int:
-        """Return the memory promised to models without a place."""
         hosted = [one for one in self._hosted.values() if one.has_turn]
         unplaced = [one.order for one in hosted if not one.takes_requests and not one.is_loading]
         return sum(order.own_bytes + order.workspace_bytes for order in unplaced)
@@ -303,7 +287,6 @@ class Reclaimer:
         return self._lift_table(model, table)
 
     def _lift_table(self, model: ModelId, table: SamplingTable) -> int:
-        """Move a table out of the pool; return the bytes freed there."""
         served = self._books.served(model)
         with blaming(model):
             served.engine.runner.place_table(table, None)

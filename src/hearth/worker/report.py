@@ -41,17 +41,18 @@ class Reports:
         if not is_due and now_s < self._sent_s + INTERVAL_S:
             return None
         self._sent_s = now_s
-        all_bytes = {one.model: self._there(one) for one in self._models.reclaimer.pool.usage().holdings}
+        all_bytes = {
+            one.model: self._loaded_bytes(one) for one in self._models.reclaimer.pool.usage().holdings
+        }
         there = {model: num_bytes for model, num_bytes in all_bytes.items() if num_bytes}
         if there == self._sent:
             return None
         self._sent = there
         return DeviceResidency(there)
 
-    def _there(self, holding: Holding) -> int:
-        """Return the bytes of weights on the device, as stored, without those still under way."""
+    def _loaded_bytes(self, holding: Holding) -> int:
         hosted = self._models.hosted.get(holding.model)
-        return hosted.there_bytes if hosted is not None and hosted.is_loading else holding.stored_bytes
+        return hosted.loaded_bytes if hosted is not None and hosted.is_loading else holding.stored_bytes
 
     def pong(self, number: int) -> Pong:
         usage = self._models.reclaimer.pool.usage()
@@ -131,7 +132,6 @@ class Reports:
 
 
 def _is_uncaptured(served: ServedModel) -> bool:
-    """True if steps are launched kernel by kernel, because captures are not possible."""
     layers = served.engine.runner.layers
     return layers.kv.is_cuda and layers.graphs is None and capture_obstacle(torch.__version__) is not None
 
@@ -147,5 +147,5 @@ def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:
     """Return the bytes of weights, as served, that a load under way still has to copy."""
     if not hosted.is_loading or not holding.stored_bytes:
         return 0
-    there_bytes = holding.weights_bytes * hosted.there_bytes // holding.stored_bytes
-    return max(0, holding.weights_bytes - there_bytes)
+    loaded_bytes = holding.weights_bytes * hosted.loaded_bytes // holding.stored_bytes
+    return max(0, holding.weights_bytes - loaded_bytes)

@@ -1,8 +1,4 @@
-"""The requests of a worker, from the order that starts each to its one end. Steps and loads nothing.
-
-A request waits for its model's engine, its grammar and its adapter (`PendingRequests`) before the engine has
-it.
-"""
+"""The requests of a worker, from the order that starts each to its one end. Steps and loads nothing."""
 
 from __future__ import annotations
 
@@ -89,7 +85,6 @@ class Runs:
             hosted.pending.queued.append(order)
 
     def want_turn(self, order: StartRequest) -> None:
-        """Count a request that has not begun towards a turn of its model."""
         self._turns.arrived(order, time.perf_counter() - self._runs[order.run].since_s)
 
     def begin_queued(self, hosted: HostedModel) -> None:
@@ -98,7 +93,6 @@ class Runs:
                 self._begin(order, hosted)
 
     def _begin(self, order: StartRequest, hosted: HostedModel) -> None:
-        """Check a request of a model with an engine; weights may still be missing."""
         served = hosted.served
         if served is None:  # failed meanwhile
             return
@@ -119,14 +113,12 @@ class Runs:
                 self._turns.ended(hosted.model, run)
 
     def take_checked(self, checked: CheckedRequest) -> None:
-        """Continue with a request whose grammar is compiled, unless it or its model is gone."""
         order = checked.order
         if order.run in self._runs and self._hosted[order.model].order.hosting == checked.hosting:
             self.want_turn(order)
             self._add(order, checked.outcome)
 
     def _add(self, order: StartRequest, outcome: EngineRequest | HearthError) -> None:
-        """Give a checked request to the engine, or hold it until its adapter is there."""
         hosted = self._hosted[order.model]
         if isinstance(outcome, HearthError):
             self.fail(order.run, outcome.label, str(outcome))
@@ -139,12 +131,11 @@ class Runs:
         else:  # it is in line from now on, also while it waits for its adapter
             hosted.pending.unchecked.discard(order.run)
             hosted.pending.held[order.run] = request
-            self._adapters.look_again()
+            self._adapters.recheck()
         if isinstance(hosted.state, Incomplete):  # other models took weights while it was idle
             self._load(hosted)
 
     def start_adapted(self) -> None:
-        """Start the requests that waited for nothing but their adapter, which is there."""
         for run in self._adapters.residency.startable():
             hosted = self._hosted[self._runs[run].model]
             if (served := hosted.served) is None or (request := hosted.pending.held.get(run)) is None:
@@ -163,7 +154,6 @@ class Runs:
     # Tokens, and the end.
 
     def send_step(self, model: ModelId, outcome: StepOutcome, step_s: float) -> None:
-        """Send the outcome of a step to the gateway, and end the requests that it finished or failed."""
         outputs = outcome.outputs
         if (done := self._step_done(model, outcome, step_s)) is not None:
             self._send(done)
@@ -209,7 +199,6 @@ class Runs:
         )
 
     def cancel(self, run: int) -> None:
-        """End a request now, if it has not ended."""
         if (entry := self._runs.pop(run, None)) is not None:
             hosted = self._hosted[entry.model]
             hosted.cancel(run)
@@ -225,7 +214,6 @@ class Runs:
         self._send(RunFailed(run, label, reason))
 
     def _ended(self, model: ModelId, run: int) -> None:
-        """Tell the other parts of the worker that a request is over."""
         self._first_tokens.served(run)
         self._turns.ended(model, run)
         self._adapters.ended(run)

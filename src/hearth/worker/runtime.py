@@ -1,7 +1,6 @@
 """Brings up a worker's device before the first model: threads, context, libraries, memory.
 
-That takes about a second, which no request should wait for. Memory comes last and is quick, so a worker that
-replaces another is almost up when that one's memory becomes free.
+Memory comes last: a worker that replaces another waits for that one's memory to become free.
 """
 
 from __future__ import annotations
@@ -160,13 +159,11 @@ def _new_arena(device: torch.device, budget_bytes: int, eviction_terms: Eviction
 
 
 def _multiply(device: torch.device, dtype: torch.dtype) -> None:
-    """Load the library of matrix products, as the first product does."""
     tile = torch.zeros(128, 128, dtype=dtype, device=device)
     torch.mm(tile, tile)[0, 0].item()
 
 
 def _take_library_memory(device: torch.device) -> Mapping[str, int]:
-    """Put library memory of captured steps at fixed addresses; return the fallbacks taken."""
     library = LibraryMemory(CudaPages(device, LIBRARY_BYTES))
     use_library_memory(library.torch_pool())
     return {"library_address": library.num_fallbacks}
@@ -182,7 +179,6 @@ def _check_free(budget_bytes: int, device: torch.device) -> None:
 
 
 def _limit_torch(total_bytes: int, device: torch.device, num_bytes: int) -> None:
-    """Make torch free its cache before it takes more than this of the device."""
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total_bytes), device)
 
 
@@ -220,13 +216,10 @@ class StartTimes:
 class TorchLimit:
     """How much of the device torch may take besides the pool. Mutable; the step thread alone calls it.
 
-    If every engine's model has a memory profile, it is their sum and `SPARE_BYTES`, else a guess. A profile
-    contains all that torch held while it was measured, so the sum is never too small. Too large a limit costs
-    nothing.
+    If every engine's model has a memory profile, it is their sum and `SPARE_BYTES`, else a guess.
     """
 
     def __init__(self, guess_bytes: int, set_limit: Callable[[int], None]) -> None:
-        """`set_limit` limits torch to so many bytes; called at once."""
         self._guess_bytes, self._set_limit = guess_bytes, set_limit
         self.num_bytes, self.is_measured = guess_bytes, False
         set_limit(guess_bytes)

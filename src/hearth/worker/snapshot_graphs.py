@@ -59,14 +59,10 @@ class SnapshotGraphs:
         self._thread.submit(self._load_native_code, kernel_cache)
 
     def learn(self, graph: CapturedGraph) -> None:
-        """Find the library kernels of a graph that is never run."""
         self._handles.learn(graph.raw_cuda_graph())
 
     def give_way(self, most_s: float) -> Callable[[], None]:
-        """Return a function that waits while graphs are restored or a request has no first token.
-
-        All its calls together wait at most `most_s` from now on.
-        """
+        """Return a function that waits for restores and first tokens, until `most_s` from now."""
         until_s, tokens = time.monotonic() + most_s, self._first_tokens.give_way(most_s)
 
         def wait() -> None:
@@ -127,7 +123,6 @@ class SnapshotGraphs:
             self.start(graphs, found)
 
     def _load_native_code(self, kernel_cache: Path | None) -> None:
-        """Compile or load the code that builds graphs, while a worker starts."""
         try:
             self._rebuild = NativeRebuild.load(self._driver, kernel_cache)
         except Exception:  # the thread's top: graphs are captured as without snapshots
@@ -160,8 +155,6 @@ class SnapshotGraphs:
 
 
 class EngineGraphs:
-    """The graphs of one engine, as `SnapshotParts`."""
-
     def __init__(self, shared: SnapshotGraphs, layers: LayerRunner, graphs: StepGraphs) -> None:
         self._shared, self._layers, self._graphs = shared, layers, graphs
 

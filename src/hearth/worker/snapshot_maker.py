@@ -1,8 +1,8 @@
 """Makes snapshots on a worker while no model has requests, one step at a time.
 
-A snapshot has two profiles, and what `SnapshotParts` keeps of the engine. Steps of padding are run for both:
-on a CUDA device of every size, which captures missing graphs, on a CPU of some quick sizes. Measured steps of
-requests replace those of their kind, as they include attention. Another thread writes the file.
+Steps of padding are run for its profiles: on a CUDA device of every size, which captures missing graphs, on a
+CPU of some quick sizes. Measured steps of requests replace those of their kind. Another thread writes the
+file.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ class SnapshotMaker:
             raise ModelBroke(model, error) from error
 
     def _next(self) -> _Making | None:
-        """Return the first snapshot that can advance, and forget those whose stay is over."""
         for model, making in list(self._makings.items()):
             hosted = self._hosted.get(model)
             if hosted is None or hosted.order.hosting != making.order.hosting:
@@ -154,13 +153,12 @@ class SnapshotMaker:
                     "snapshot_broke model=%s reason=%s\n%s", hosted.model, failure.reason, failure.trace
                 )
                 del self._makings[hosted.model]
-                return [_failed(making, failure.reason)]
+                return [SnapshotMade(hosted.model, making.order.hosting, failure=failure.reason)]
         model, hosting = making.order.model, making.order.hosting
         num_done = making.num_steps - len(making.shapes)
         return [SnapshotProgress(model, hosting, num_done, making.num_steps)]
 
     def _run(self, engine: Engine, making: _Making) -> None:
-        """Run the next step of padding, and keep its time unless it is the first of its shape."""
         shape, is_cpu = making.shapes.pop(0), self._device.type == "cpu"
         seconds = _run_padding(engine, shape)
         is_long = is_cpu and seconds > LONGEST_S
@@ -174,7 +172,6 @@ class SnapshotMaker:
         making.last_shape = shape
 
     def _write(self, hosted: HostedModel, served: ServedModel, making: _Making) -> None:
-        """Collect what the step thread must provide, and write on another thread."""
         look, loaded, order, began_s = hosted.look, hosted.first_load, making.order, making.began_s
         snapshots, post = self._snapshots, self._post
         assert snapshots is not None, "an order was taken without snapshots"
@@ -262,18 +259,11 @@ def _resident_besides(pool: torch.UntypedStorage | None) -> int:
     return max(0, process_bytes(os.getpid()) - pool_bytes)
 
 
-def _failed(making: _Making, why: str) -> SnapshotMade:
-    return SnapshotMade(making.order.model, making.order.hosting, failure=why)
-
-
-#: Page entries read at once: 8 MiB.
 _PIECE = 1 << 20
-#: The bit of a page in RAM.
 _IS_PRESENT = np.uint64(1 << 63)
 
 
 def process_bytes(pid: int) -> int:
-    """Return the anonymous bytes of a process in RAM."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

@@ -1,11 +1,7 @@
 """Captures the first steps of models that may be hosted later, so that their kernels are loaded. Runs none.
 
-The first launch of a kernel in a process has torch or cuBLAS load it, which takes milliseconds, and the first
-step of a process launches dozens: it took 0.1 s of a first token. So steps of all prompt sizes are captured
-ahead, once for all models with the same kernels, then the other sizes, and the kernels of graph trials.
-
-Kernels check that there is memory at the addresses that they read. A captured kernel never runs, so one page
-is mapped at all addresses: a rehearsal takes 16 MiB, whatever the size of the model.
+The first step of a process launches dozens of kernels that torch or cuBLAS has to load, which took 0.1 s of a
+first token. A captured kernel never runs, so one page is mapped at all addresses: a rehearsal takes 16 MiB.
 """
 
 from __future__ import annotations
@@ -41,9 +37,8 @@ def rehearse(
 ) -> None:
     """Load all library kernels of some steps. Their Triton kernels must be on the device.
 
-    `keys_of` returns the parts of these steps: `first_step_keys` or `other_keys`. Any one thread may call
-    this while steps run; `give_way` waits while others need the interpreter. `learn` is given each graph,
-    which is dropped then. The first of `pages` is used meanwhile.
+    `keys_of` returns the parts of these steps. Any one thread may call this while steps run. `learn` is given
+    each graph, which is dropped then. The first of `pages` is used meanwhile.
     """
     began_s = time.perf_counter()
     with aliased_memory(pages, device) as memory:

@@ -27,14 +27,12 @@ class ModelSteps:
         self._num_vain = Counter[ModelId]()
 
     def ready(self) -> dict[ModelId, ServedModel]:
-        """Return the models that may step now."""
         lacking = self._reclaimer.adapters.lacking
         busy = {model: one for model, one in self._models.busy().items() if not lacking(model)}
         generation = self._reclaimer.policy.generation
         return {model: busy[model] for model in self._readiness.ready(self._views(busy), generation)}
 
     def next(self, ready: Mapping[ModelId, ServedModel]) -> ModelId:
-        """Return the ready model whose step is next."""
         urgent = [model for model, served in ready.items() if served.engine.batcher.has_newcomer]
         computed = [model for model in urgent if len(ready) > 1 and ready[model].engine.computes_first_tokens]
         return self._sharing.next(ready, urgent, computed)
@@ -63,7 +61,6 @@ class ModelSteps:
         self._sharing.forget(model)
 
     def flush(self, hosted: HostedModel) -> StepOutcome:
-        """Wait for the step in flight of a model whose turn is over, and take back KV."""
         outcome = StepOutcome(StepOutputs(), (), (), has_run=False)
         if (served := hosted.served) is not None and hosted.takes_requests:
             outcome = served.engine.flush()

@@ -150,7 +150,6 @@ def _forked(
 def _fork_and_end(
     teller: int, descriptors: Sequence[int], gateway: socket.socket, become_worker: Callable[[], NoReturn]
 ) -> NoReturn:
-    """Fork the worker, report its pid and end: runs in the intermediate process."""
     try:
         pid = os.fork()
         if pid:
@@ -158,7 +157,7 @@ def _fork_and_end(
             os._exit(0)
         gateway.detach()  # 0 becomes the worker's standard input: closing this object must not close it
         keep_only(descriptors)
-        seed_anew()
+        reseed()
         _show_as_worker()
         become_worker()
     except BaseException:  # neither process may go on as a second template
@@ -168,16 +167,13 @@ def _fork_and_end(
 
 
 def keep_only(descriptors: Sequence[int]) -> None:
-    """Renumber descriptors from 0 on, and close all others.
-
-    The kernel numbered them in ascending order, so none is overwritten before it is copied.
-    """
+    """Renumber descriptors from 0 on, and close all others. They must be in ascending order."""
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     close_all_but(range(len(descriptors)))
 
 
-def seed_anew() -> None:
+def reseed() -> None:
     """Seed torch's generator again; Python's `random` does that by itself."""
     import torch
 
@@ -185,7 +181,6 @@ def seed_anew() -> None:
 
 
 def _show_as_worker() -> None:
-    """Show the command line of a worker in `ps`."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     begin, num_bytes = (
         int(fields[45]),

@@ -47,10 +47,7 @@ class Turns:
         reload_costs: DeviceReloadCosts,
         adapter_bytes: Callable[[ModelId], int],
     ) -> None:
-        """`rules` None: models take no turns. `hosted`: the hosted models, owned by the caller.
-
-        `adapter_bytes`: as in `TurnPolicy`.
-        """
+        """`rules` None: no turns. `hosted` is owned by the caller. `adapter_bytes`: as in `TurnPolicy`."""
         self._hosted, self._reload_costs = hosted, reload_costs
         self._policy: TurnPolicy | None = None
         if rules is not None:
@@ -68,7 +65,6 @@ class Turns:
     # What happens.
 
     def recheck(self) -> None:
-        """Decide again soon: something has happened."""
         self._settled_s = -math.inf
 
     def hosted(self, hosted: HostedModel) -> None:
@@ -88,8 +84,7 @@ class Turns:
     def arrived(self, order: StartRequest, waited_s: float) -> None:
         """Tell of a request that came `waited_s` ago. Telling twice is harmless.
 
-        Ignored while the model is being looked up: others must not give way to a model that may be missing.
-        So tell again once it is found.
+        Ignored until the model is found: others must not give way to a model that may be missing.
         """
         if self._policy is not None and not isinstance(self._hosted[order.model].state, Finding):
             self._policy.arrived(
@@ -126,7 +121,6 @@ class Turns:
     # Whose turn it is.
 
     def is_settled(self) -> bool:
-        """True if the last decision stands: nothing has happened since, and it is too early for another."""
         return time.monotonic() < self._settled_s
 
     def decide(self) -> list[TurnChange]:
@@ -171,13 +165,11 @@ class Turns:
         return [] if self._policy is None else self._policy.next_in_line(time.monotonic())
 
     def early(self, line: Sequence[ModelId]) -> ModelId | None:
-        """Return the model in line whose first bytes should be copied before its turn, if any."""
         if self._policy is None:
             return None
-        return self._policy.next_prefetch(line, lambda model: self._hosted[model].can_cross)
+        return self._policy.next_prefetch(line, lambda model: self._hosted[model].can_copy)
 
     def front_bytes(self, missing_bytes: int, free_bytes: int) -> int:
-        """Return how many missing bytes of a model to copy at once before its turn."""
         return 0 if self._policy is None else self._policy.front_bytes(missing_bytes, free_bytes)
 
     def _note_wait(self, model: ModelId) -> None:
@@ -189,16 +181,13 @@ class Turns:
             self._since_s.pop(model, None)
 
     def _weights(self, model: ModelId) -> WeightsView:
-        """Return how long a model takes to load, by the rates of earlier loads.
-
-        Progress of a load under way is ignored.
-        """
+        """Return how long a model takes to load by the rates of earlier loads, whatever is under way."""
         hosted = self._hosted[model]
         spec = hosted.spec
         num_bytes = hosted.order.own_bytes if spec is None else spec.shape.stored.num_bytes
         byte_s = self._reload_costs.load_s_per_byte(model)
         # A model that lacks only its mapping or its engine is not loaded either.
-        missing_bytes = 0 if hosted.is_loaded else max(1, num_bytes - hosted.there_bytes)
+        missing_bytes = 0 if hosted.is_loaded else max(1, num_bytes - hosted.loaded_bytes)
         return WeightsView(missing_bytes * byte_s, num_bytes * byte_s)
 
 

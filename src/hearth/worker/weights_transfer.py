@@ -1,7 +1,4 @@
-"""The transfer of a model's missing weights to its memory, and the news of it. Computes nothing.
-
-News are posted by the threads of the transfer; the thread that owns the model takes them when it is ready.
-"""
+"""The transfer of a model's missing weights to its memory, on threads that post news. Computes nothing."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ PROGRESS_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """Some of the missing bytes are on the device."""
-
     num_bytes: int
     num_layers: int  #: that can run
 
@@ -47,16 +42,12 @@ class AlmostLoaded:
 
 @dataclass(frozen=True, slots=True)
 class WeightsLoaded:
-    """All missing bytes are on the device."""
-
     record: LoadRecord
     widen_s: float | None  #: time for widening after that; None: served in the stored dtype
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBroken:
-    """The model cannot be hosted."""
-
     failure: Failure
 
 
@@ -121,12 +112,10 @@ class WeightsTransfer:
 
 
 def missing_chunks(manifest: Manifest, gaps: Sequence[Gap]) -> list[int]:
-    """Return the chunks that fill the gaps, in forward order."""
     return sorted({index for gap in gaps for index in manifest.chunks_of(gap.part)})
 
 
 def _widen(manifest: Manifest, layout: Layout, space: Space, is_cancelled: threading.Event) -> float:
-    """Widen what was loaded to the dtype it is served in; return how many seconds that took."""
     began_s = time.perf_counter()
     tell_widening(manifest)
     begins = {gap.part.begin for gap in space.gaps}
@@ -197,7 +186,6 @@ class _Progress:
         self._is_almost_loaded = True
 
     def released(self, chunk: HostChunk) -> None:
-        """Post the progress when all chunks up to this one are on the device."""
         now_s, num_bytes = time.monotonic(), self._before[chunk.index] + len(chunk.data)
         is_due = now_s - self._posted_s >= PROGRESS_INTERVAL_S
         if is_due and num_bytes - self._posted_bytes >= PROGRESS_SHARE * self._num_bytes:

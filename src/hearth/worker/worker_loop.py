@@ -135,7 +135,6 @@ class WorkerLoop:
                     pass
 
     def _next_state(self) -> LoopState:
-        """Advance all that needs no message, until a model is ready to step or nothing more can be done."""
         if not self._inbox.empty():
             return LoopState.MESSAGE
         if self._turns.is_settled() and self._is_any_ready():
@@ -191,7 +190,6 @@ class WorkerLoop:
         return not self._runs and garbage.is_due()
 
     def _step(self) -> None:
-        """Run one step of the next model. If that fails, the model is dropped and the others go on."""
         ready, self._ready = self._ready, {}
         model = self._steps.next(ready)
         began_s = time.perf_counter()
@@ -306,7 +304,7 @@ class WorkerLoop:
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
                 self._runs.begin_queued(hosted)
             case HostPrefetched():
-                hosted.prefetched(news)
+                hosted.prefetch.reached_host(news)
             case FrontLoaded():
                 self._try(model, lambda: self._models.front_loaded(hosted, news))
                 self._runs.begin_queued(hosted)
@@ -341,7 +339,6 @@ class WorkerLoop:
         self._try(hosted.model, lambda: self._models.load_in_turn(hosted))
 
     def _try(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> None:
-        """Do something for a model, and report it as loaded if that completes it."""
         self._send_loaded(self._attempt(model, act))
 
     def _attempt(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> ModelLoaded | None:
@@ -369,11 +366,6 @@ class WorkerLoop:
     # Turns.
 
     def _take_turns(self) -> None:
-        """End and begin turns as the policy decides.
-
-        Models whose turn begins load before the last steps of ending ones are waited for, so copies overlap
-        those steps, except where a step still uses the memory.
-        """
         while changes := self._turns.decide():
             ends = {change.model: change.why for change in changes if isinstance(change, EndTurn)}
             begins = [change.model for change in changes if isinstance(change, BeginTurn)]
@@ -386,12 +378,12 @@ class WorkerLoop:
                 self._send_turn(hosted, None)
                 self._send_loaded(loaded[hosted.model])
                 self._runs.begin_queued(hosted)
-            self._adapters.look_again()
+            self._adapters.recheck()
 
     def _prefetch(self) -> bool:
         """Prefetch models that wait for their turn; False: a model failed, so check all again."""
         try:
-            self._models.look_ahead()
+            self._models.prefetch()
         except ModelBroke as error:  # while it gave up an adapter
             self._fail(*blame(error.model, error))
             return False
@@ -417,7 +409,6 @@ class WorkerLoop:
     # Adapters.
 
     def _serve_adapters(self) -> None:
-        """Load adapters that requests wait for, and start requests whose adapter is there."""
         while self._adapters.is_due:
             try:
                 self._runs.start_adapted()  # first: an adapter without requests could be evicted for the next
@@ -426,12 +417,12 @@ class WorkerLoop:
                 self._runs.start_adapted()
             except ModelBroke as error:  # while it gave way, or added an adapter
                 self._fail(*blame(error.model, error))
-                self._adapters.look_again()
+                self._adapters.recheck()
                 continue
             return
 
     def _give_up_adapter(self, short: ModelId) -> bool:
-        """Fail the requests of the youngest adapter in use, for a stuck model; False: none is in use."""
+        """Fail the requests of the youngest adapter in use; False: none is in use."""
         try:
             failed = self._adapters.give_up(short)
         except ModelBroke as error:  # while it gave up the adapter; its own memory may suffice
@@ -455,7 +446,6 @@ class WorkerLoop:
                 self._fail_runs(failed)
 
     def _fail_runs(self, failed: FailedRuns) -> None:
-        """Fail requests whose adapter is unavailable. Other requests of their model go on."""
         if failed.failure.is_fatal:
             raise DeviceLost(f"the device failed while loading an adapter: {failed.failure.reason}")
         for run in failed.runs:
@@ -464,7 +454,6 @@ class WorkerLoop:
     # Snapshots.
 
     def _advance_snapshot(self) -> bool:
-        """Do one piece of work for an ordered snapshot, if there are no requests; False: nothing to do."""
         if self._runs:
             return False
         try:

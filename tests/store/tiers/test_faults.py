@@ -176,7 +176,7 @@ class TestKeeping:
             settle(tiers)
             assert loaded.data == data
             assert chunk_files(tiers) == []
-            assert tiers.report()[Rung.DISK].counters["num_kept"] == 0
+            assert tiers.disk.counters.num_kept == 0
         assert caplog.text.count("chunks_not_kept") == 1
 
     def test_a_quota_smaller_than_the_model_is_never_exceeded(

@@ -268,23 +268,21 @@ class TestVersion:
         assert (directory / MANIFEST).exists()
 
 
-class TestReport:
+class TestCounts:
     def test_it_says_what_the_tiers_hold_and_did(self, tiers: Tiers, source: Path) -> None:
         model = tiers.open(source)
         for _ in range(2):
             consume(tiers.fetch(model, all_chunks(model)))
-        host, disk = tiers.report()[Rung.HOST], tiers.report()[Rung.DISK]
-        num_chunks = len(model.manifest.chunks)
-        assert host.used_bytes == num_chunks * tiers.segment.cell_bytes
-        assert host.capacity_bytes == tiers.segment.num_bytes
-        assert (host.counters["num_fills"], host.counters["num_hits"]) == (num_chunks, num_chunks)
-        assert disk.counters["num_hits"] == num_chunks
-        assert (disk.used_bytes, disk.capacity_bytes) == (0, None)  # the model is not under the root
+        num_chunks, host = len(model.manifest.chunks), tiers.fetcher.counters
+        assert tiers.used_host_bytes == num_chunks * tiers.segment.cell_bytes
+        assert (host.num_fills, host.num_hits) == (num_chunks, num_chunks)
+        assert tiers.disk.counters.num_hits == num_chunks
+        assert tiers.disk.used_bytes == 0  # the model is not under the root
 
     def test_a_load_teaches_how_fast_its_rungs_are(self, tiers: Tiers) -> None:
         use = RungTotals(num_chunks=2, num_bytes=1000, seconds=4.0)
         tiers.loaded(LoadRecord("m", 1000, {Rung.DISK: use}, 4.0, 1.0, 0.0, 1.0, 5.0, 0))
-        assert tiers.report()[Rung.DISK].bytes_per_s == pytest.approx(250.0)
+        assert tiers.prices.bytes_per_s(Rung.DISK) == pytest.approx(250.0)
 
 
 class TestForget:

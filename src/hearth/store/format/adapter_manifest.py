@@ -90,7 +90,6 @@ def stored_bytes(layout: AdapterLayout) -> int:
 
 
 def read_adapter_manifest(directory: Path) -> AdapterManifest:
-    """Read and check the description of an adapter. Raises BadCheckpoint."""
     path = directory / MANIFEST
     try:
         text = read_text(path, MAX_JSON_BYTES, BadCheckpoint)
@@ -102,10 +101,7 @@ def read_adapter_manifest(directory: Path) -> AdapterManifest:
 
 
 def adapter_manifest_of(raw: object, where: str) -> AdapterManifest:
-    """Return the description that JSON holds.
-
-    Raises BadCheckpoint for one that is changed, of another version, or contradicts itself.
-    """
+    """Raises BadCheckpoint for a description that is changed, of another version, or contradicts itself."""
     digest = take_digest(raw, FORMAT, VERSION, where)
     manifest = decode(AdapterManifest, raw, where)
     if manifest.dtype not in COMPUTED_DTYPES:
@@ -134,8 +130,6 @@ def of_adapter(stored: StoredManifest, where: str) -> AdapterManifest:
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """All that adapters which are made alike have in common, checked."""
-
     targets: tuple[AdapterTarget, ...]
     layout: AdapterLayout
 
@@ -147,8 +141,7 @@ _PATTERNS: dict[bytes, _Pattern] = {}
 def _take_layout(manifest: AdapterManifest, where: str) -> None:
     """Have a manifest know its layout, once its targets fit its base.
 
-    All that are made alike have one: to check and to lay out hundreds of factors takes most of the time that
-    looking an adapter up does, and a thousand adapters would have half a million objects for no purpose.
+    Adapters made alike share one: checking and laying out takes most of the time of looking one up.
     """
     key = msgspec.json.encode((manifest.dtype, manifest.dimensions, manifest.targets))
     pattern = _PATTERNS.get(key)

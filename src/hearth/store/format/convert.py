@@ -30,12 +30,11 @@ def convert(
     store: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Manifest:
-    """Write the model at `source` to `dest`, all of it or nothing.
+    """Write the model at `source` to `dest`, whole or not at all. An old one stays unless `overwrite`.
 
-    `auto` keeps the dtype of the source; the values of a quantised GGUF file become bfloat16.
-
-    Needs memory for about one fused tensor and its parts. An existing model stays unless `overwrite`. `store`
-    is the root of the disk tier that will read it, if known: it finds the chunks checked (`local_hashes.py`).
+    Dtype `auto` keeps that of the source; values of a quantised GGUF file become bfloat16. `store`: the root
+    of the disk tier that will read it, which then finds the chunks checked. Needs memory for about one fused
+    tensor.
     """
     with open_source(source) as opened:
         arch, checkpoint = opened.arch, opened.checkpoint

@@ -43,10 +43,7 @@ def convert_adapter(
     on_progress: OnProgress | None = None,
     store: Path | None = None,
 ) -> AdapterManifest:
-    """Write an adapter for a base to `dest`, whole or not at all.
-
-    `store` is as in `convert`. Raises BadCheckpoint for an adapter that does not fit the base.
-    """
+    """Write an adapter for a base to `dest`, whole or not at all. `store` is as in `convert`."""
     arch = base.arch
     source = AdapterSource.of(arch, adapter.checkpoint, adapter.modules, base.dtype)
     num_bytes = stored_bytes(source.layout)

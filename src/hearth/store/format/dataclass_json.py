@@ -17,10 +17,10 @@ _converting = threading.Lock()
 
 
 def decode(kind: type[T], value: object, where: str) -> T:
-    """Return a value from JSON as a `kind`. Raises BadCheckpoint at the first field that does not fit.
+    """Raises BadCheckpoint at the first field that does not fit.
 
-    msgspec ignores unknown fields of dataclasses and fills in defaults, so the result is encoded again and
-    must equal what was given.
+    msgspec ignores unknown fields and fills in defaults, so the result, encoded again, must equal what was
+    given.
     """
     try:
         with _converting:
@@ -36,7 +36,6 @@ def decode(kind: type[T], value: object, where: str) -> T:
 
 
 def _difference(given: object, read: object, where: str) -> str:
-    """Describe the first place where `given` is not what was read of it."""
     if isinstance(given, dict) and isinstance(read, dict):
         missing, unknown = sorted(read.keys() - given), sorted(given.keys() - read)
         if missing or unknown:

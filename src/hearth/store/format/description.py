@@ -12,7 +12,6 @@ from hearth.store.format.manifest import MANIFEST, StoredManifest, manifest_of, 
 
 
 def read_description(directory: Path) -> StoredManifest:
-    """Read and check the description in a directory. Raises BadCheckpoint."""
     return parse_description(read_manifest_text(directory), str(directory / MANIFEST))
 
 

@@ -10,10 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """The state of a file, which differs once it is replaced or written to.
-
-    `ctime_ns` is what the owner of a file cannot set back, as he can `mtime_ns`.
-    """
+    """Differs once a file is replaced or written to: its owner can set back `mtime_ns`, not `ctime_ns`."""
 
     inode: int
     ctime_ns: int

@@ -17,7 +17,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from hearth.core.errors import BadCheckpoint
-from hearth.models.arch import Arch
 from hearth.models.config_fields import Fields
 from hearth.models.families import arch_from_config
 from hearth.models.layout import Shape
@@ -33,7 +32,6 @@ SLAB_BYTES = 1 << 20
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 4096
 
-#: llama.cpp's names of modules, and transformers' of the same.
 _MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -58,7 +56,6 @@ _FLOATS = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
-#: The kinds whose values numpy has.
 _VALUES: Mapping[GGMLQuantizationType, type[np.generic]] = {
     GGMLQuantizationType.F32: np.float32,
     GGMLQuantizationType.F16: np.float16,
@@ -67,7 +64,6 @@ _VALUES: Mapping[GGMLQuantizationType, type[np.generic]] = {
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[ModelSource]:
-    """Open a GGUF file by mapping it; each tensor is dequantised on its own when it is read."""
     data = _mapped(path)
     header = _header(path, data)
     metadata = Fields("GGUF", header.metadata, where=f"`{path}`")
@@ -76,7 +72,8 @@ def open_gguf(path: Path) -> Iterator[ModelSource]:
     shapes = {name: stored.shape for name, stored in tensors.items()}
     factors = _rope_factors(tensors.pop(ROPE_FACTORS), path) if ROPE_FACTORS in tensors else None
     arch = arch_from_config(config_of(metadata, shapes, factors), metadata.where)
-    heads = _interleaved_heads(arch) if architecture(metadata) == "llama" else {}
+    is_llama = architecture(metadata) == "llama"
+    heads = {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads} if is_llama else {}
     checkpoint = {_transformers_name(name): _in_order(name, tensors[name], heads) for name in tensors}
     if len(checkpoint) != len(tensors):
         raise BadCheckpoint(f"`{path}` has a tensor under two names, llama.cpp's and transformers'")
@@ -102,10 +99,7 @@ class _GgufTensor:
         return "bfloat16" if _can_dequantise(self.kind) else self.kind.name
 
     def read(self) -> torch.Tensor:
-        """Return the values, quantised ones in float32, so that they are rounded once.
-
-        Takes little more memory than the tensor itself.
-        """
+        """Return the values, quantised ones in float32, so that they are rounded once."""
         if self.kind == GGMLQuantizationType.BF16:
             return torch.from_numpy(np.array(self.data)).view(torch.bfloat16)
         if self.kind in _FLOATS:
@@ -166,7 +160,6 @@ def _header(path: Path, data: npt.NDArray[np.uint8]) -> GgufHeader:
 
 
 def _rope_factors(stored: _GgufTensor, path: Path) -> list[float]:
-    """Return the divisors of the rotary frequencies, which are positive numbers."""
     if stored.kind not in _FLOATS or len(stored.shape) != 1 or stored.shape[0] > MAX_ROPE_FACTORS:
         raise BadCheckpoint(
             f"`{path}`: tensor `{ROPE_FACTORS}` must be up to {MAX_ROPE_FACTORS} floats, "
@@ -190,17 +183,12 @@ def _refuse_part(metadata: Fields) -> None:
         )
 
 
-def _interleaved_heads(arch: Arch) -> dict[str, int]:
-    return {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads}
-
-
 def _in_order(name: str, stored: _GgufTensor, heads: Mapping[str, int]) -> StoredTensor:
     *_, module, _ = ("", *name.split("."))
     return _Interleaved(stored, heads[module]) if module in heads else stored
 
 
 def _transformers_name(name: str) -> str:
-    """Return transformers' name of a tensor. One of llama.cpp's other architectures stays as it is."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if found is None:
         return name

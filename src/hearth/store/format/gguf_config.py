@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from hearth.core.errors import BadCheckpoint, UnsupportedModel
 from hearth.models.config_fields import Fields
@@ -90,7 +91,6 @@ def _head_dim(metadata: Fields, family: str) -> int:
 
 
 def _window(metadata: Fields, family: str) -> dict[str, object]:
-    """Return the fields of a sliding window: a `llama` file with one is a Mistral, others are refused."""
     key = f"{family}.attention.sliding_window"
     if not metadata.has(key) or metadata.values[key] == 0:
         return {}
@@ -122,7 +122,6 @@ def _rope(metadata: Fields, family: str, head_dim: int, factors: Sequence[float]
 
 
 def _scaling(metadata: Fields, family: str) -> dict[str, object]:
-    """Return the scaling as llama.cpp reads it: a factor without a type is linear, a factor of 0 is none."""
     kind, factor = f"{family}.rope.scaling.type", f"{family}.rope.scaling.factor"
     if not metadata.has(factor):
         factor = f"{family}.rope.scale_linear"
@@ -134,10 +133,10 @@ def _scaling(metadata: Fields, family: str) -> dict[str, object]:
 
 
 def _llama3(metadata: Fields, theta: float, dim: int, factors: Sequence[float]) -> dict[str, object]:
-    """Return Llama 3's scaling that has these divisors; its factor is that of the lowest frequency."""
     factor = round(max(factors), 4)
     is_whole = 2 * len(factors) == dim  # or a head of absurd size would have as many factors computed
-    if not is_whole or not all(map(_is_close, factors, _llama3_factors(theta, dim, factor))):
+    is_close = partial(math.isclose, rel_tol=1e-4)  # the file's are computed in float32
+    if not is_whole or not all(map(is_close, factors, _llama3_factors(theta, dim, factor))):
         raise UnsupportedModel(
             f"{metadata.where}: `rope_freqs.weight` is not Llama 3's scaling (low_freq_factor {_LOW_FREQ}, "
             f"high_freq_factor {_HIGH_FREQ}, original_max_position_embeddings {_ORIGINAL_POSITIONS}) by its "
@@ -157,7 +156,3 @@ def _llama3_factors(theta: float, dim: int, factor: float) -> Iterator[float]:
         rotations = _ORIGINAL_POSITIONS / theta ** (i / dim) / (2 * math.pi)
         share = min(max((rotations - _LOW_FREQ) / (_HIGH_FREQ - _LOW_FREQ), 0.0), 1.0)
         yield 1.0 / (share + (1.0 - share) / factor)
-
-
-def _is_close(given: float, expected: float) -> bool:
-    return math.isclose(given, expected, rel_tol=1e-4)  # the file's are computed in float32

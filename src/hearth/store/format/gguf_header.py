@@ -54,8 +54,6 @@ class MalformedGguf(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor as the header describes it, checked against the file."""
-
     name: str
     kind: GGMLQuantizationType
     shape: Shape  #: in torch's order
@@ -70,7 +68,6 @@ class GgufHeader:
 
 
 def read_header(data: npt.NDArray[np.uint8]) -> GgufHeader:
-    """Read the header of a file that is mapped to `data`. Raises MalformedGguf."""
     cursor = _Cursor(data)
     if cursor.take(len(MAGIC), "the magic number") != MAGIC:
         raise MalformedGguf(f"it does not begin with {MAGIC.decode()}")
@@ -154,7 +151,6 @@ class _Cursor:
         return values
 
     def count_items(self, what: str) -> int:
-        """Return the length of an array; that of all arrays together has a limit."""
         number = self.uint64(f"the length of {what}")
         self._num_items += number
         if self._num_items > MAX_ITEMS:
@@ -198,8 +194,6 @@ def _value_kind(cursor: _Cursor, what: str) -> GGUFValueType:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A tensor as the header describes it, unchecked; the offset counts from the end of the header."""
-
     name: str
     shape: Shape
     kind: int
@@ -225,7 +219,6 @@ def _alignment_bytes(metadata: dict[str, object]) -> int:
 
 
 def _placed(draft: _Draft, first: int, file_bytes: int) -> TensorEntry:
-    """Return a tensor whose bytes, which are as many as its shape says, lie in the file."""
     what = f"tensor {draft.name!r:.80}"
     try:
         kind = GGMLQuantizationType(draft.kind)

@@ -23,7 +23,6 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 #: longest token, in characters, and the number of merges. Those of the largest models are a quarter of them.
 _MAX_PIECE, _MAX_MERGES = 512, 1 << 21
 
-#: transformers' names of the roles of tokens, and GGUF's of their ids.
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 #: Tokens that end an output: of the text, of a turn, of a message that calls a tool.
 _ENDS = ("eos", "eot", "eom")
@@ -31,8 +30,6 @@ _ENDS = ("eos", "eot", "eom")
 
 @dataclass(frozen=True, slots=True)
 class _Splitter:
-    """How a byte-level tokenizer cuts text into words before it merges."""
-
     patterns: tuple[str, ...]  #: each cuts what the one before it has left
     ignores_merges: bool = False  #: a word that is a token is taken whole, whatever the merges say
     adds_bos: bool = False  #: prompts begin with it where the file does not say
@@ -46,7 +43,6 @@ _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _Splitter((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _TAIL,), ignores_merges=True, adds_bos=True)
 _QWEN2 = _Splitter((_CONTRACTIONS + _WORDS + r"\p{N}" + _TAIL,))
 
-#: Splitters by the value of `tokenizer.ggml.pre`.
 _SPLITTERS: Mapping[str, _Splitter] = {
     "default": _Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _Splitter((_GPT2,)),
@@ -70,14 +66,11 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How the tokenizer is built for a value of `tokenizer.ggml.model`."""
-
     build: Callable[[Fields, _Vocabulary], Tokenizer]
     default_roles: Mapping[str, int] = field(default_factory=dict)
 
 
 def text_files(metadata: Fields) -> dict[str, bytes]:
-    """Return the tokenizer's files by name, as transformers would have saved them."""
     name = metadata.text(_PREFIX + "model")
     if name not in _KINDS:
         raise BadTokenizer(

@@ -1,8 +1,7 @@
 """A Hugging Face directory as a source: its config, its tensors, its tokenizer's files. Converts nothing.
 
-Weights are mapped, not read, and a tensor maps its file anew: what was read leaves memory with the tensor.
-Only files that PyTorch wrote before 1.6 cannot be mapped: they are in memory while the source is open.
-Weights may be links to anywhere; other files are the directory's own (`core/model_files.py`).
+Weights are mapped, not read, except for files that PyTorch wrote before 1.6. They may be links to anywhere;
+other files are the directory's own (`core/model_files.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from hearth.store.format.torch_file import open_torch_file
 SAFETENSORS = "model.safetensors"
 PICKLE = "pytorch_model.bin"
 
-#: safetensors' names of the dtypes that can be read, and torch's.
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 #: The largest header of a safetensors file, that of a hundred thousand tensors.
@@ -84,7 +82,6 @@ class _HfTensor:
 
 
 def _is_file(path: Path) -> bool:
-    """True if there is a file, perhaps behind a link. Raises BadCheckpoint for anything else of that name."""
     with _naming(path):
         try:
             mode = path.stat().st_mode
@@ -122,7 +119,6 @@ def _safetensors(path: Path) -> dict[str, _HfTensor]:
 
 
 def _check_header(path: Path) -> None:
-    """Refuse a header that is longer than its file, or than any known one; the library checks the rest."""
     with _naming(path), path.open("rb") as file:
         length = file.read(8)
         left_bytes = path.stat().st_size - len(length)

@@ -41,7 +41,6 @@ _DECODER = msgspec.json.Decoder(LocalHashes)
 def read_hashes(
     root: Path, directory: Path, manifest: StoredManifest, stamp: FileStamp
 ) -> LocalHashes | None:
-    """Return what is known of the weights in a directory, if it is of this model and this state."""
     if not (is_private(root) and is_private(root / "hashes")):
         return None
     found = _read(_path(root, directory))

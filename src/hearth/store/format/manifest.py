@@ -49,7 +49,6 @@ FORMAT = "hearth-model"
 VERSION = 2
 CHUNK_BYTES = 16 << 20
 TOKENIZER = "tokenizer.json"
-#: The files that a tokenizer and its chat template are read from.
 TEXT_FILES = frozenset(
     {
         TOKENIZER,
@@ -59,7 +58,6 @@ TEXT_FILES = frozenset(
         "chat_template.jinja",
     }
 )
-#: The largest chunk: a reader has memory for all of it.
 MAX_CHUNK_BYTES = 1 << 30
 
 
@@ -69,19 +67,12 @@ def digest_of(data: bytes | bytearray | memoryview, *, on_all_cores: bool = Fals
 
 
 def mismatch(data: bytes | bytearray, wanted: Digest) -> str | None:
-    """Return why the bytes are not those that were stored; None if they are."""
     found = digest_of(data)
     return None if found == wanted else f"its hash is {found}, the manifest says {wanted}"
 
 
-def is_digest(text: str) -> bool:
-    return re.fullmatch("[0-9a-f]{64}", text) is not None
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of weights.bin: the unit that is read, hashed and moved."""
-
     digest: Digest
     num_bytes: int
 
@@ -201,15 +192,11 @@ def read_manifest_text(directory: Path) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Parse and check a manifest. Raises BadCheckpoint also for JSON that is broken."""
     return manifest_of(parse_json(text, f"`{where}`", BadCheckpoint), where)
 
 
 def manifest_of(raw: object, where: str) -> Manifest:
-    """Return the manifest that JSON holds.
-
-    Raises BadCheckpoint for one that is changed, of another version, or contradicts itself.
-    """
+    """Raises BadCheckpoint for a description that is changed, of another version, or contradicts itself."""
     digest = take_digest(raw, FORMAT, VERSION, where)
     manifest = decode(Manifest, raw, where)
     _check_arch(manifest.arch, where)
@@ -230,7 +217,6 @@ def of_model(stored: StoredManifest, where: str) -> Manifest:
 
 
 def damage_of(file: TextFile, directory: Path) -> str | None:
-    """Return why the file in the directory is not the one that was stored; None if it is."""
     try:
         data = read_bytes(directory / file.name, file.num_bytes, BadCheckpoint)
     except FileNotFoundError as error:
@@ -241,11 +227,7 @@ def damage_of(file: TextFile, directory: Path) -> str | None:
 
 
 def check_texts(manifest: StoredManifest, directory: Path) -> None:
-    """Check all files in a directory that a tokenizer would be made of.
-
-    Raises:
-        ChunkCorrupt: one is not the file that was stored, or was put there since.
-    """
+    """Check all files that a tokenizer would be made of. Raises ChunkCorrupt for a changed or added one."""
     for file in manifest.files:
         if damage := damage_of(file, directory):
             raise ChunkCorrupt(f"`{directory / file.name}` {damage}; convert or fetch the model again")
@@ -264,7 +246,6 @@ def _fields(item: object) -> dict[str, object]:
 
 
 def _digest_of_fields(content: Mapping[str, object]) -> Digest:
-    """Return the hash of the fields in one fixed form, however they are laid out in the file."""
     return digest_of(json.dumps(content, default=_fields, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -346,7 +327,6 @@ def _check_layout(manifest: Manifest, where: str) -> None:
 
 
 def check_chunks(manifest: StoredManifest, where: str) -> None:
-    """Refuse chunks that do not add up, and names of files or digests that lead elsewhere."""
     if not 0 < manifest.chunk_bytes <= MAX_CHUNK_BYTES or manifest.chunk_bytes % ALIGNMENT_BYTES:
         raise BadCheckpoint(
             f"{where}: `chunk_bytes` must be a multiple of {ALIGNMENT_BYTES}, given: {manifest.chunk_bytes}, "
@@ -357,7 +337,7 @@ def check_chunks(manifest: StoredManifest, where: str) -> None:
     if not is_cut_evenly or not 0 < last <= manifest.chunk_bytes or sum(full) + last != manifest.num_bytes:
         raise BadCheckpoint(f"{where}: `chunks` do not add up to {manifest.num_bytes} bytes")
     for digest in [*(chunk.digest for chunk in manifest.chunks), *(file.digest for file in manifest.files)]:
-        if not is_digest(digest):
+        if re.fullmatch("[0-9a-f]{64}", digest) is None:
             raise BadCheckpoint(f"{where}: a digest is 64 hexadecimal digits, given: {digest!r:.80}")
     taken = {"", ".", "..", MANIFEST, WEIGHTS}
     for file in manifest.files:

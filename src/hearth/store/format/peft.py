@@ -26,7 +26,6 @@ from hearth.store.format.hf import read_checkpoint
 CONFIG = "adapter_config.json"
 SAFETENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
-#: Fields that change nothing of what is computed, or whose effect the tensors show.
 _HARMLESS = frozenset(
     {
         "auto_mapping",
@@ -59,7 +58,6 @@ _HARMLESS = frozenset(
         "bias",
     }
 )
-#: Fields whose names do not say enough.
 _REASONS = {
     "use_dora": "DoRA scales the weights of the base as well",
     "modules_to_save": "whole layers were trained beside the factors",
@@ -84,7 +82,6 @@ MAX_NAME_CHARS = 512  #: of a tensor
 #: The most ways, over all patterns and modules, to share out the longest name among a pattern's repetitions:
 #: a second or so.
 MAX_TRIES = 10**10
-#: The largest `lora_alpha`, of either sign.
 MAX_ALPHA = 1e6
 
 
@@ -96,13 +93,7 @@ class PeftAdapter:
 
 
 def open_peft(directory: Path) -> PeftAdapter:
-    """Read what an adapter consists of.
-
-    Raises:
-        UnsupportedModel: it is of a kind that cannot be served.
-        SourceMissing: there is none.
-        BadCheckpoint: its files are missing, broken or contradict each other.
-    """
+    """Raises UnsupportedModel, SourceMissing, and BadCheckpoint for files that are missing or wrong."""
     path = directory / CONFIG
     try:
         config = _Config(path, read_object(path, BadCheckpoint))
@@ -120,7 +111,6 @@ def open_peft(directory: Path) -> PeftAdapter:
 
 
 def _factors(checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
-    """Return the names of both factors of each module. Raises for tensors that are neither."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for name in checkpoint:
         match = _FACTOR.fullmatch(name)
@@ -170,7 +160,6 @@ class _Config:
         return name if isinstance(name, str) and name else None
 
     def check(self) -> None:
-        """Refuse what the factors alone do not say."""
         if (kind := self.fields.get("peft_type")) != "LORA":
             raise UnsupportedModel(
                 f"`{self.path}` has `peft_type` {brief(kind)}; supported: 'LORA', also with `use_rslora`"
@@ -194,7 +183,6 @@ class _Config:
                 )
 
     def check_targets(self, modules: Iterable[str]) -> None:
-        """Refuse factors of modules that the config does not name, where it names them one by one."""
         targets = self.fields.get("target_modules")
         if not isinstance(targets, list):  # an untrusted pattern is not run; the factors say it all
             return
@@ -207,7 +195,6 @@ class _Config:
                 )
 
     def scale_of(self, shapes: Mapping[str, Shape]) -> dict[str, float]:
-        """Return how much the factors of each module count, whose `a` has that shape."""
         ranks = self._by_pattern("rank_pattern", self.fields.get("r", 8), shapes)
         alphas = self._by_pattern("alpha_pattern", self.fields.get("lora_alpha", 8), shapes)
         return {

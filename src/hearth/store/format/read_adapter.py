@@ -30,13 +30,7 @@ class AdapterBytes:
 
 
 def read_adapter(directory: Path, base: AdapterBase) -> AdapterBytes:
-    """Read an adapter.
-
-    Raises:
-        UnsupportedModel: it is of a kind that cannot be served.
-        BadCheckpoint: its files are missing or broken, or it does not fit the base.
-        ChunkCorrupt: it was changed since it was converted.
-    """
+    """Raises UnsupportedModel, BadCheckpoint, and ChunkCorrupt if it was changed since it was converted."""
     if (directory / MANIFEST).is_file():
         return _read_converted(directory, base)
     found = open_peft(directory)

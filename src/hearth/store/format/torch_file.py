@@ -25,14 +25,12 @@ import torch
 from hearth.core.errors import BadCheckpoint
 from hearth.core.model_files import brief
 
-#: How a file begins that torch can map.
 ZIP_MAGIC = b"PK\x03\x04"
 
 #: The largest pickle, that of ten thousand tensors: objects take up to 60 times the memory of their pickle.
 MAX_PICKLE_BYTES = 2 << 20
 #: The most tuples in a pickle, five for each tensor: the hash of nested ones needs the stack of the process.
 MAX_TUPLES = 1 << 15
-#: The most entries of an archive, one for each tensor.
 MAX_ENTRIES = 1 << 14
 #: What precedes an entry's name and bytes in an archive; it ends with the lengths of the name and of padding.
 _ENTRY_HEAD = struct.Struct("<4s22xHH")
@@ -48,7 +46,6 @@ _HARMLESS = re.compile(
     r"|torch (Float|Half|BFloat16|Double|Long|Int|Short|Char|Byte|Bool)Storage"
 )
 
-#: What torch raises for a file that ends early or holds something else.
 _UNREADABLE = (
     pickle.UnpicklingError,
     struct.error,
@@ -98,7 +95,6 @@ def open_torch_file(path: Path) -> TorchFile:
 
 
 def _archived_pickle(path: Path) -> bytes:
-    """Return the pickle of an archive whose entries are not compressed and do not overlap."""
     with zipfile.ZipFile(path) as archive:
         entries = sorted(archive.infolist(), key=attrgetter("header_offset"))
         if len(entries) > MAX_ENTRIES:

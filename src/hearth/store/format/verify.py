@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import xxhash
 
 from hearth.store.format.description import read_description
-from hearth.store.format.file_stamp import FileStamp, stamp_of
+from hearth.store.format.file_stamp import stamp_of
 from hearth.store.format.local_hashes import write_hashes
 from hearth.store.format.manifest import WEIGHTS, StoredManifest, damage_of, mismatch
 from hearth.store.format.writer import OnProgress, Progress
@@ -60,23 +59,14 @@ def verify(
     before = stamp_of(directory / WEIGHTS)
     xxh3: list[str] = []
     bad = [*_check_weights(directory / WEIGHTS, manifest, on_progress, xxh3), *texts]
-    if store is not None and not bad:
-        _keep_hashes(store, directory, manifest, before, xxh3)
-    return bad
-
-
-def _keep_hashes(
-    store: Path, directory: Path, manifest: StoredManifest, before: FileStamp | None, xxh3: Sequence[str]
-) -> None:
-    """Keep the xxh3 of the chunks, unless the file was written to while it was read."""
-    if before is not None and stamp_of(directory / WEIGHTS) == before:
+    if store is not None and not bad and before is not None and stamp_of(directory / WEIGHTS) == before:
         write_hashes(store.resolve(), directory, manifest, before, xxh3)
+    return bad
 
 
 def _check_weights(
     path: Path, manifest: StoredManifest, on_progress: OnProgress | None, xxh3: list[str]
 ) -> list[BadChunk | BadFile]:
-    """Return what is wrong with the chunks, and append the xxh3 of each."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError as error:

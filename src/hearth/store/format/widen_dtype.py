@@ -29,12 +29,10 @@ def served_layout(manifest: Manifest, dtype: str) -> Layout:
 
 
 def stored_part(base: torch.Tensor, manifest: Manifest) -> torch.Tensor:
-    """Return the part of a served model's memory that its stored bytes are loaded to: all, or the end."""
     return base[len(base) - manifest.num_bytes :]
 
 
 def widen(base: torch.Tensor, manifest: Manifest, layout: Layout) -> None:
-    """Convert weights at their stored part from the stored dtype to the layout's, if they differ."""
     if layout == manifest.layout:
         return
     tell_widening(manifest)
@@ -53,7 +51,6 @@ def tell_widening(manifest: Manifest) -> None:
 
 
 def widen_in_place(base: torch.Tensor, stored: TensorSpec, served: TensorSpec) -> None:
-    """Widen one tensor that was loaded, narrow, at the end of its own wide bytes."""
     if stored.dtype != served.dtype:
         _widen(base[len(base) - stored.nbytes :].clone(), base, stored, served)
 

@@ -64,8 +64,6 @@ class WrittenWeights:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A directory that becomes a model when it is complete."""
-
     directory: Path
     num_bytes: int  #: bytes of all files that will be in it
 
@@ -76,7 +74,6 @@ class Staging:
         chunk_bytes: int,
         on_progress: OnProgress | None = None,
     ) -> WrittenWeights:
-        """Write the tensors, given in the order of their layout, to their offsets."""
         return self.write_pieces(_padded(tensors), num_bytes, chunk_bytes, on_progress)
 
     def write_pieces(
@@ -86,7 +83,6 @@ class Staging:
         chunk_bytes: int,
         on_progress: OnProgress | None = None,
     ) -> WrittenWeights:
-        """Write bytes, given piece by piece without gaps."""
         assert chunk_bytes >= ALIGNMENT_BYTES, f"{chunk_bytes=}"
         assert chunk_bytes % ALIGNMENT_BYTES == 0, f"{chunk_bytes=}"
         chunks: list[Chunk] = []
@@ -178,7 +174,6 @@ def staged(dest: Path, num_bytes: int, *, overwrite: bool = False, wait: bool = 
 
 
 def _padded(tensors: Iterable[PackedTensor]) -> Iterator[memoryview]:
-    """Yield the bytes of each tensor, then the zeros before the next."""
     for packed in tensors:
         spec = packed.spec
         yield packed.memory()
@@ -260,10 +255,7 @@ def _is_model(directory: Path) -> bool:
 
 
 def _publish(directory: Path, dest: Path) -> None:
-    """Put the directory to `dest`.
-
-    Its lock comes along, for without it another conversion could take the directory for a dead one's.
-    """
+    """Move a directory with its lock, or another conversion could take it for a dead one's."""
     try:
         _sync(directory)
         if not (dest / MANIFEST).is_file():
@@ -305,7 +297,6 @@ def _rename_both(directory: Path, dest: Path) -> None:
 
 
 def _recover(dest: Path) -> None:
-    """Put in order what a conversion has left that ended while it replaced a model."""
     replaced = _replaced(dest)
     if replaced.exists():
         with _locked(replaced, wait=True):  # its owner may be about to remove it

@@ -23,8 +23,6 @@ from hearth.store.tiers.model import StoredModel
 
 @dataclass(slots=True)
 class _PricedChunk:
-    """Where a chunk stands in its models. Mutable; written only by `ChunkPrices`, under its lock."""
-
     num_bytes: int
     #: The chunk's first position in each of the models that share it, by the models' digests.
     positions: dict[Digest, int] = field(default_factory=dict)
@@ -50,13 +48,10 @@ class ChunkPrices:
         #: Each model's copies by directory, as they were last loaded: they share chunks and demand, but one
         #: may be remote or weigh more. Every model has a copy, and its chunks are in `_chunks`.
         self._copies: dict[Digest, dict[Path, StoredModel]] = {}
-        #: What each directory holds.
         self._digests: dict[Path, Digest] = {}
-        #: Loads begin and end on several threads while tiers ask for prices.
         self._lock = Lock()
 
     def load_began(self, model: StoredModel) -> None:
-        """Price the chunks of a model from now on. Another that its directory held before is forgotten."""
         digest = model.manifest.digest
         with self._lock:
             self._loads.arrived(digest, self._clock_s())
@@ -90,12 +85,10 @@ class ChunkPrices:
             return self._costs.bytes_per_s(rung)
 
     def of_host_chunk(self, chunk_id: str) -> Price:
-        """Return the price of a chunk in host memory: it would come from disk, or object storage, again."""
         remote = Rung.DISK if self._is_on_disk(ChunkId(chunk_id)) else Rung.OBJECT
         return self._price(chunk_id, lambda model: Rung.DISK if model.remote is None else remote)
 
     def of_disk_chunk(self, chunk_id: str) -> Price:
-        """Return the price of a chunk that lies on disk because it came from object storage."""
         return self._price(chunk_id, lambda _: Rung.OBJECT)
 
     def _price(self, chunk_id: str, below: Callable[[StoredModel], Rung]) -> Price:

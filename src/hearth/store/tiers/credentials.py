@@ -22,14 +22,12 @@ from dataclasses import dataclass, field
 
 from hearth.core.errors import ConfigError
 
-#: Variables that tell the client library where keys can be fetched, in its own order
 DELEGATES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_METADATA_ENDPOINT",
 )
-#: Entries of a profile that say how to obtain keys, which takes one of Amazon's own tools
 OBTAINED = ("credential_process", "role_arn", "sso_session", "sso_start_url")
 
 
@@ -55,10 +53,7 @@ class S3Access:
 
 
 def find_s3_access(environ: Mapping[str, str]) -> S3Access:
-    """Return where S3 is and who asks there, from the environment and the files of profiles.
-
-    Raises ConfigError where these files, or the keys that they should give, are incomplete.
-    """
+    """Raises ConfigError where profiles, or the keys that they should give, are incomplete."""
     profile = _read_profile(environ)
     region = _first(environ, "AWS_REGION", "AWS_DEFAULT_REGION")
     endpoint = _first(environ, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")

@@ -49,8 +49,6 @@ class Location:
 
 @dataclass(slots=True)
 class DiskCounters:
-    """Counts of what a disk tier has done. Mutable; written only by the `DiskTier` that owns them."""
-
     num_hits: int = 0
     num_kept: int = 0
     num_evicted: int = 0
@@ -62,8 +60,6 @@ class DiskCounters:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkFile:
-    """A chunk in a file of its own, named by all that is known of it."""
-
     num_bytes: int
     xxh3: str
     is_sure: bool  #: only this user could have written it; False: only BLAKE3 counts
@@ -84,8 +80,7 @@ class DiskTier:
     """Chunks on the local disk, within a quota. Mutable; owned by one process, any thread of it may call.
 
     The quota covers chunk files and the weights.bin of models under the root. Only chunk files are
-    evicted: a weights.bin may be the only copy. A reader that has an evicted file open reads it to its
-    end, as POSIX keeps the bytes of a deleted file until the last descriptor is closed.
+    evicted: a weights.bin may be the only copy. A reader that has an evicted file open reads it to its end.
     """
 
     def __init__(self, root: Path, quota_bytes: int | None = None) -> None:
@@ -98,11 +93,9 @@ class DiskTier:
         self._models: dict[Path, _Registered] = {}
         #: Where files of weights hold each chunk, in the order of registration. No list is empty.
         self._locations: dict[ChunkId, list[Location]] = {}
-        #: Every chunk that has a file of its own.
         self._files: dict[ChunkId, _ChunkFile] = {}
         #: Bytes of every chunk file being written. They count as used, and no other thread touches the file.
         self._writing: dict[ChunkId, int] = {}
-        #: Some of the chunk files, the first to be evicted first.
         self._order = EvictionOrder()
         self._scan()
 
@@ -136,7 +129,6 @@ class DiskTier:
                 self._locations.setdefault(chunk.id, []).append(location)
 
     def forget(self, directory: Path) -> None:
-        """Undo `register`. Deletes none of the model's files."""
         directory = directory.resolve()
         with self._lock:
             self._forget(directory)
@@ -212,11 +204,7 @@ class DiskTier:
         return True
 
     def condemn(self, location: Location) -> None:
-        """Give up a location whose bytes are wrong or cannot be read.
-
-        A chunk file is deleted; a location in a file of weights is left out until its model is registered
-        again.
-        """
+        """Delete a bad chunk file; leave bad weights out until their model is registered again."""
         with self._lock:
             chunk_id, model = _chunk_of(location.path), self._models.get(location.path.parent)
             file = None if chunk_id is None else self._files.get(chunk_id)
@@ -262,7 +250,6 @@ class DiskTier:
                         self._files[chunk_id] = file
 
     def _read_models(self) -> Iterator[tuple[Path, StoredManifest | None]]:
-        """Yield the models under the root; None stands for a description that cannot be read."""
         for path in sorted(self.root.glob(f"models/[!.]*/{MANIFEST}")):
             try:
                 yield path.parent, read_description(path.parent)
@@ -271,7 +258,6 @@ class DiskTier:
                 yield path.parent, None
 
     def _is_private(self, path: Path) -> bool:
-        """True if only this user may write or rename chunk files there."""
         return all(map(is_private, (self.root, self.root / "chunks", path.parent)))
 
     def _path(self, chunk_id: ChunkId, file: _ChunkFile) -> Path:
@@ -326,7 +312,6 @@ class DiskTier:
 
 
 def _chunk_of(path: Path) -> ChunkId | None:
-    """Return the chunk that a file is named by; None for a file that is no chunk's."""
     found = _CHUNK_FILE.fullmatch(path.name)
     return ChunkId(found[1]) if found else None
 

@@ -11,8 +11,6 @@ from hearth.store.tiers.remote import RemoteModel
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A converted model or adapter that a tier has opened."""
-
     name: str
     manifest: StoredManifest
     directory: Path  #: holds its files, and weights.bin unless it is remote

@@ -31,7 +31,6 @@ TOUCH_BYTES = 2 << 20
 MAX_TOUCH_THREADS = 4
 #: Between two regions that no load waits for, so that queued driver calls come next.
 PAUSE_S = 0.001
-#: Between two checks whether another process has made the pages of a region.
 LOOK_S = 0.025
 
 #: CUDA's code of a region whose thread found no device, as `cuda.h` has it.
@@ -75,7 +74,6 @@ class Touching:
         return bool(self._is_touched[region])
 
     def needed(self, region: int) -> None:
-        """Skip a region that a load is about to touch itself."""
         with self._changed:
             if self._order.take(region):
                 self._is_touched[region] = True
@@ -95,7 +93,6 @@ class Touching:
             thread.join()
 
     def stop(self) -> None:
-        """Stop, and wait for the threads."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -108,7 +105,6 @@ class Touching:
             self._touch(region)
 
     def _next(self) -> int | None:
-        """Return the next region, once loads allow it; None: there is none."""
         with self._changed:
             while not self._is_stopped and not self._order.is_complete:
                 now_s = time.monotonic()
@@ -171,14 +167,12 @@ class Pinning:
 
     @property
     def is_complete(self) -> bool:
-        """True if everything is pinned."""
         return len(self._codes) == len(self._regions) and not any(self._codes.values())
 
     def is_pinned(self, region: int) -> bool:
         return self._codes.get(region) == 0  # single operations of a dict are atomic
 
     def is_settled(self, region: int) -> bool:
-        """True if a region is pinned, or cannot be."""
         return region in self._codes  # as above
 
     def pin(self, region: int) -> None:
@@ -194,7 +188,6 @@ class Pinning:
             self._pin(region)
 
     def load_began(self) -> None:
-        """Pin next to nothing in the background until as many loads have ended."""
         with self._changed:
             self._order.load_began(time.monotonic())
 
@@ -223,7 +216,6 @@ class Pinning:
             time.sleep(PAUSE_S)
 
     def _next(self) -> int | None:
-        """Return the next region, once it is touched and loads allow it; None: there is none."""
         with self._changed:
             while not self._is_closed and not self._order.is_complete:
                 now_s = time.monotonic()

@@ -56,7 +56,6 @@ def read_hashed(fd: int, offset: int, buffer: memoryview, piece_bytes: int, bloc
 
 
 def is_native() -> bool:
-    """True if chunks are read outside the interpreter on this machine."""
     return _native() is not None
 
 
@@ -139,8 +138,7 @@ def _is_right(reader: Read) -> bool:
 def _hash_functions() -> Iterator[_HashFunctions]:
     """Yield xxh3's functions: the system's, if they use all that the processor has, then Python's xxhash's.
 
-    That package is built for the oldest processors. Of what a core's cache holds, it hashes 12 GB/s on a
-    server where the system's library, with AVX-512, hashes 28 (docs/log).
+    That package is built for the oldest processors: 12 GB/s against 28 with AVX-512 (docs/log).
     """
     with suppress(OSError, AttributeError):
         yield _functions_of(ctypes.CDLL("libxxhash.so.0"), "128bits_update_dispatch")

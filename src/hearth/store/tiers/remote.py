@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 #: Refusals by the server that are about the moment, not about the request
 PASSING = (408, 425, 429)
 RANGE_NOT_SATISFIABLE = 416
-#: The least for which a client is made: all small files share one.
 MIN_LIMITED_BYTES = 1 << 20
 #: The client library's own retries: none, or they would multiply with ours.
 NO_RETRY: RetryConfig = {"max_retries": 0}
@@ -41,12 +40,7 @@ NO_RETRY: RetryConfig = {"max_retries": 0}
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How long and how often a server is asked for one read.
-
-    A request ends within `limit_s`, which follows from its size: a server that trickles would stretch it for
-    ever. A read is tried again until that is over, so it ends within twice that, and after one request of a
-    server that trickles.
-    """
+    """How long and how often a server is asked for one read, which ends within twice `limit_s`."""
 
     num_tries: int = 4
     first_delay_s: float = 0.1
@@ -59,10 +53,7 @@ class Retry:
         return self.stall_s + num_bytes / self.min_bytes_per_s
 
     def delays_s(self) -> Iterator[float]:
-        """Yield the pause before each further try: twice as long each time, less a random part.
-
-        The random part spreads readers that failed at the same moment.
-        """
+        """Yield the pause before each further try: twice as long each time, less a random part."""
         for retry in range(self.num_tries - 1):
             longest_s = min(self.first_delay_s * 2**retry, self.max_delay_s)
             yield random.uniform(longest_s / 2, longest_s)
@@ -75,8 +66,6 @@ BRIEF = Retry(num_tries=1, stall_s=2.0, min_bytes_per_s=MAX_JSON_BYTES)
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of requests to a remote model. Written only by its RemoteModel, under a lock."""
-
     num_requests: int = 0
     num_retries: int = 0
     num_bytes: int = 0  #: bytes of answers that were usable
@@ -100,11 +89,7 @@ class RemoteModel:
         self._counting = threading.Lock()
 
     def read_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-        """Read a small file.
-
-        Raises ChunkMissing if there is none, BadCheckpoint if it has more than `max_bytes`, Unreachable if
-        no server answers.
-        """
+        """Raises ChunkMissing, BadCheckpoint for a file of more than `max_bytes`, and Unreachable."""
         return self._read(name, None, max_bytes=max_bytes).to_bytes()
 
     def read_into(self, offset: int, buffer: memoryview, is_wanted: Callable[[], bool] = _always) -> None:
@@ -154,7 +139,6 @@ class RemoteModel:
                 raise LoadCancelled(f"`{self.url}/{name}` is not needed any more, tries: {num_tries}")
 
     def _endpoint(self, num_bytes: int) -> _Endpoint:
-        """Return a client whose requests end within the time for so many bytes, or up to twice as many."""
         size_bytes = max(MIN_LIMITED_BYTES, 1 << (num_bytes - 1).bit_length())
         known = self._endpoints.get(size_bytes)  # made twice at the same moment it does no harm
         if known is None:
@@ -221,7 +205,6 @@ def _ends_early(url: str, part: ByteRange, reason: str) -> ChunkMissing:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status, which the client library gives in its text only: `... status code: 500 ...`"""
     found = re.search(r"status code: (\d{3})", str(error))
     return int(found[1]) if found else None
 
@@ -245,10 +228,7 @@ class _Endpoint:
 
 
 def _open(url: str, retry: Retry, num_bytes: int) -> _Endpoint:
-    """Make a client for requests of at most so many bytes, which sends nothing yet.
-
-    Raises ConfigError for a URL or credentials that are no use.
-    """
+    """Make a client for requests of at most so many bytes. Raises ConfigError for URL or credentials."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("s3", "http", "https") or not parts.netloc:

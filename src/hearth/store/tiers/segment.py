@@ -43,11 +43,7 @@ class Segment:
 
     @staticmethod
     def create(num_cells: int, cell_bytes: int) -> Segment:
-        """Make a segment of new memory, which costs nothing until it is touched.
-
-        Raises:
-            DeviceError: the machine has no such room.
-        """
+        """Make a segment of new memory, which costs nothing until it is touched. Raises DeviceError."""
         fd = os.memfd_create("hearth-host", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, max(num_cells * cell_bytes, _PAGE_BYTES))
@@ -104,12 +100,10 @@ class Segment:
                 )
 
     def pin(self, cell: int) -> None:
-        """Wait until a cell is pinned, if this segment is pinned at all."""
         if (pinning := self._pinning) is not None:
             pinning.pin(cell // self._region_cells)
 
     def pin_first(self, num_cells: int) -> None:
-        """Wait until the first cells are pinned, if this segment is pinned at all."""
         for cell in range(0, min(num_cells, self.num_cells), self._region_cells):
             self.pin(cell)
 
@@ -128,7 +122,6 @@ class Segment:
         return (pinning := self._pinning) is None or pinning.is_settled(cell // self._region_cells)
 
     def load_began(self) -> None:
-        """Touch and pin no cells in the background until as many loads have ended."""
         with self._lock:
             self._num_loads += 1
             for work in (self._touching, self._pinning):
@@ -151,7 +144,6 @@ class Segment:
             self.load_ended()
 
     def wait_pinned(self) -> None:
-        """Wait until the background has touched and pinned everything."""
         for work in (self._touching, self._pinning):
             if work is not None:
                 work.wait()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.core.config import CPU_HOST_BYTES, StoreConfig
@@ -49,22 +48,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class TierReport:
-    used_bytes: int
-    capacity_bytes: int | None  #: None: unlimited
-    pinned_bytes: int
-    bytes_per_s: float  #: running average
-    counters: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Opened:
     stamps: Mapping[str, FileStamp | None]  #: by file name, of all files that make up the model
     model: StoredModel
 
     @property
     def is_current(self) -> bool:
-        """True if no file of the model has changed since it was opened."""
         directory = self.model.directory
         return all(stamp_of(directory / name) == stamp for name, stamp in self.stamps.items())
 
@@ -80,12 +69,11 @@ class Tiers:
         is_pinned: bool = True,
         keeps_chunks: bool = True,
     ) -> None:
-        """Open the disk and make the host segment.
+        """`is_pinned`: this process itself copies from host memory to a device.
 
-        `is_pinned`: this process itself copies from host memory to a device.
         `keeps_chunks`: host memory keeps chunks for the next load. Not where the device is the CPU, which
-        would hold models twice: chunks then pass through at most `CPU_HOST_BYTES`, and are read through the
-        page cache, where an evicted model is found again.
+        would hold models twice: chunks then pass through `CPU_HOST_BYTES` at most, and the page cache keeps
+        them.
         """
         assert keeps_chunks or not is_pinned, "pages that are pinned cannot be given back"
         self.keeps_chunks = keeps_chunks
@@ -107,9 +95,8 @@ class Tiers:
     def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
         """Open a converted model or adapter: its directory, its URL, or a version at that, `URL@DIGEST`.
 
-        All but the weights of a remote model is kept on disk. A URL is asked for its manifest each time, for
-        it may hold another version; a version is opened from disk, and its URL asked only where that lacks
-        it. `weight`: see `StoredModel`.
+        All but the weights of a remote model is kept on disk. A URL is asked for its manifest each time; a
+        version only if it is not on disk. `weight`: see `StoredModel`.
         """
         if "://" not in str(where):
             return self._open_described(Path(where).resolve(), weight)
@@ -136,7 +123,6 @@ class Tiers:
     def _open_described(
         self, directory: Path, weight: float, remote: RemoteModel | None = None
     ) -> StoredModel:
-        """Open the model whose description lies in a directory, and its weights too unless it is remote."""
         known = self._opened.get(directory)
         if known is not None and known.is_current and known.model.weight == weight:
             return known.model
@@ -174,7 +160,6 @@ class Tiers:
         return self.fetcher.refill(model, missing) if missing else None
 
     def _missing(self, model: StoredModel, chunks: Sequence[int]) -> list[int]:
-        """Return the chunks that host memory lacks, each once; none if the model could not stay."""
         ids = model.manifest.chunk_ids
         if not self._keeps_chunks or len(set(ids)) > self.segment.num_cells:
             return []
@@ -214,7 +199,6 @@ class Tiers:
         return directory
 
     def loaded(self, record: LoadRecord) -> None:
-        """Learn from a load how fast the rungs are."""
         for rung, use in record.rungs.items():
             self.prices.moved(rung, use.num_bytes, use.seconds)
         log.info(
@@ -226,32 +210,10 @@ class Tiers:
             ",".join(f"{rung}:{use.num_bytes}" for rung, use in record.rungs.items()),
         )
 
-    def report(self) -> dict[Rung, TierReport]:
-        book, remotes = self.fetcher.book, list(self._remotes.values())
-        host_bytes = (book.num_resident + book.num_filling) * self.segment.cell_bytes
-        return {
-            Rung.HOST: TierReport(
-                used_bytes=host_bytes,
-                capacity_bytes=self.segment.num_bytes,
-                pinned_bytes=self.segment.pinned_bytes,
-                bytes_per_s=self.prices.bytes_per_s(Rung.HOST),
-                counters=asdict(self.fetcher.counters),
-            ),
-            Rung.DISK: TierReport(
-                used_bytes=self.disk.used_bytes,
-                capacity_bytes=self.disk.capacity_bytes,
-                pinned_bytes=0,
-                bytes_per_s=self.prices.bytes_per_s(Rung.DISK),
-                counters=asdict(self.disk.counters),
-            ),
-            Rung.OBJECT: TierReport(
-                used_bytes=0,
-                capacity_bytes=None,
-                pinned_bytes=0,
-                bytes_per_s=self.prices.bytes_per_s(Rung.OBJECT),
-                counters=dict(sum((Counter(asdict(r.counters)) for r in remotes), Counter())),
-            ),
-        }
+    @property
+    def used_host_bytes(self) -> int:
+        book = self.fetcher.book
+        return (book.num_resident + book.num_filling) * self.segment.cell_bytes
 
     def pass_books(self) -> None:
         """Take each lock of the tiers once. Returns never if threads are deadlocked."""
@@ -264,7 +226,6 @@ class Tiers:
         self.segment.close()
 
     def _open_newest(self, address: RemoteAddress, weight: float) -> StoredModel:
-        """Open whatever a URL holds now; that replaces on disk what it held when it was opened before."""
         remote, directory = self._remote(address), description_directory(self.disk.root, address)
         try:
             found = _read_description(remote)
@@ -281,11 +242,7 @@ class Tiers:
         return StoredModel(directory.name, manifest, directory, remote, weight)
 
     def _open_version(self, address: RemoteAddress, weight: float = 1.0) -> StoredModel:
-        """Open one version of what lies at a URL, which is asked only if the description here is not whole.
-
-        Raises:
-            UpstreamChanged: the description is neither here nor there.
-        """
+        """Open one version, from disk if it is described there. Raises UpstreamChanged if it is gone."""
         remote, directory = self._remote(address), description_directory(self.disk.root, address)
         try:
             model = self._open_described(directory, weight, remote)
@@ -310,7 +267,6 @@ class Tiers:
         return self._remotes.setdefault(address, RemoteModel(address.url)) if known is None else known
 
     def _keep_version(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
-        """Have a directory describe the version that a URL holds now, and say that it was seen there."""
         if not found.is_in(directory):
             self._describe(remote, found, directory)
         if note_version(directory, found.manifest.digest) is None:

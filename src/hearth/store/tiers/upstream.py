@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """A place in object storage and, where it is named, which version of what lies there."""
-
     url: str
     version: str | None = None  #: digest of the manifest; None: whatever is there now
 
@@ -48,22 +46,18 @@ class RemoteAddress:
 
 
 def parse_address(text: str) -> RemoteAddress:
-    """Return the address that a URL means, with or without a version behind it."""
     text = text.rstrip("/")
     found = _VERSION_ADDRESS.fullmatch(text)
     return RemoteAddress(text) if found is None else RemoteAddress(found["url"].rstrip("/"), found["version"])
 
 
 def description_directory(root: Path, address: RemoteAddress) -> Path:
-    """Return where a disk tier keeps the description of a remote model, or of a version."""
     name = address.url.rpartition("/")[2]
     return root / "models" / f"{name}-{blake3(str(address).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Another version than the deployed one, seen upstream."""
-
     version: str
     noticed_at_s: float  #: since the epoch
 
@@ -88,7 +82,7 @@ def read_upstream(directory: Path) -> Upstream | None:
 
 
 def write_upstream(directory: Path, upstream: Upstream) -> None:
-    """Note beside a model what upstream has, at once or not at all. Raises StoreError."""
+    """Written at once or not at all. Raises StoreError."""
     temporary = directory.with_name(
         f".{directory.name}.{secrets.token_hex(8)}"
     )  # beside the model, which holds its own files only
@@ -124,11 +118,7 @@ def note_version(directory: Path, version: str) -> Upstream | None:
 
 
 def version_now(source: str) -> str:
-    """Return the version that a URL or a repository of the Hub (`hf:ORG/NAME[@REVISION]`) has now.
-
-    Raises:
-        HearthError: no server answers within seconds, or there is no model any more.
-    """
+    """`source` is a URL or `hf:ORG/NAME[@REVISION]`. Raises HearthError, within seconds."""
     if source.startswith("hf:"):
         return _commit_of(source)
     from hearth.store.tiers.remote import BRIEF, RemoteModel
@@ -137,11 +127,7 @@ def version_now(source: str) -> str:
 
 
 def version_at(remote: RemoteModel) -> str:
-    """Return the digest of the manifest that a URL has now.
-
-    Raises:
-        HearthError: no server answers, or there is no model.
-    """
+    """Return the digest of the manifest that a URL has now. Raises HearthError."""
     from hearth.store.format.description import parse_description
     from hearth.store.format.manifest import MANIFEST
 

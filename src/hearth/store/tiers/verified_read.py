@@ -29,7 +29,6 @@ from hearth.store.format.file_stamp import FileStamp, stamp_of
 from hearth.store.format.manifest import digest_of
 from hearth.store.tiers.read_hashed import CACHED_PIECE_BYTES, HashedRead, read_hashed
 
-#: Bytes of one request to the disk.
 DIRECT_PIECE_BYTES = 4 << 20
 #: Direct reads begin and end on a block. One that ends elsewhere has met the end of the file.
 _BLOCK_BYTES = 4096
@@ -63,11 +62,7 @@ def read_verified(
     """Fill `buffer`, whose address and length are multiples of 4 KiB, with the chunk at `offset`.
 
     `may_be_direct`: whether what the page cache lacks is read past it; else the cache has it afterwards.
-
-    Raises:
-        ChunkMissing: the file is gone or ends early.
-        ChunkCorrupt: these are not the bytes that `digest` names.
-        StoreError: it cannot be read now, which says nothing about the bytes.
+    Raises ChunkMissing, ChunkCorrupt, and StoreError if it cannot be read now.
     """
     began_s = time.perf_counter()
     read, before, after = _read(path, offset, buffer, may_be_direct)
@@ -85,7 +80,6 @@ def read_verified(
 
 
 def _is_sure(known: LocalHash, before: FileStamp | None, after: FileStamp | None) -> bool:
-    """True if the hash was found of this state of the file, and only this user may write it."""
     is_same = before is not None and before == after and before.is_ours
     return is_same and known.stamp in (None, before)
 
@@ -97,7 +91,6 @@ def _corrupt(path: Path, offset: int, buffer: memoryview, found: str) -> ChunkCo
 def _read(
     path: Path, offset: int, buffer: memoryview, may_be_direct: bool
 ) -> tuple[HashedRead, FileStamp | None, FileStamp | None]:
-    """Return what was read, and the states of the file before and after."""
     try:
         try:
             return _read_file(path, offset, buffer, may_be_direct=may_be_direct)

@@ -43,17 +43,12 @@ class ChunkReader:
         self._telling = threading.Lock()  #: guards `_is_full_known`, for many readers
 
     def is_far(self, model: StoredModel, index: int) -> bool:
-        """True if a chunk has to come from object storage, as far as is known before it is read."""
         return model.remote is not None and not self._disk.holds(model.manifest.chunk_ids[index])
 
     def deliver(
         self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
     ) -> Delivery:
-        """Fill `buffer` with a verified chunk; give up when `is_wanted` turns false.
-
-        Raises:
-            StoreError: no rung has it; the message says what was tried.
-        """
+        """Fill `buffer` with a verified chunk; give up when `is_wanted` turns false. Raises StoreError."""
         failures: list[StoreError] = []
         delivery = self._from_disk(model, index, buffer, failures) or self._from_object(
             model, index, buffer, failures, is_wanted
@@ -143,10 +138,6 @@ class ChunkReader:
 
 
 def _change_upstream(model: StoredModel, remote: RemoteModel) -> UpstreamChanged | None:
-    """Return that the model's URL holds another version by now, if it does; asked only after a failure.
-
-    `hearth show` displays what was seen.
-    """
     try:
         version = version_at(remote)
     except HearthError:  # the failure before says what is wrong

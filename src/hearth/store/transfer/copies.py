@@ -40,8 +40,7 @@ class ChunkCopies(Protocol):
     def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
         """Queue groups of copies as there is room; fewer of them once stopped.
 
-        Raises:
-            DeviceError: the device refused it. No copy of a group that does not count as queued is running.
+        Raises DeviceError. No copy of a group that does not count as queued is running then.
         """
 
     def stop(self) -> None: ...
@@ -68,7 +67,6 @@ class CopyStream:
 
     @property
     def handle(self) -> int:
-        """The stream, as the driver knows it."""
         return int(self._stream.cuda_stream)
 
     @property
@@ -76,7 +74,6 @@ class CopyStream:
         return self._stream.device
 
     def current_handle(self) -> int:
-        """Return the calling thread's current stream on this device, as the driver knows it."""
         return int(torch.cuda.current_stream(self._stream.device).cuda_stream)
 
     def wait_for_current(self) -> None:
@@ -109,8 +106,6 @@ def copies_of(num_chunks: int, stream: CopyStream | None) -> ChunkCopies:
 
 
 class SingleCopies:
-    """`ChunkCopies` that are made or queued one by one."""
-
     max_batch = 1
 
     def __init__(self, stream: CopyStream | None) -> None:

@@ -31,14 +31,12 @@ class LoadPiece:
 
     @staticmethod
     def to(part: ByteRange, destination: torch.Tensor) -> LoadPiece:
-        """Return a piece that goes to a tensor of uint8."""
         assert destination.dtype == torch.uint8, f"{destination.dtype=}"
         assert destination.numel() == part.end - part.begin, f"a piece of {part}: {destination.numel()=}"
         return LoadPiece(part, destination.data_ptr(), destination)
 
 
 def whole(manifest: StoredManifest, base: torch.Tensor) -> list[LoadPiece]:
-    """Return the one piece of a model that is copied to a buffer as it lies in its file."""
     return [LoadPiece.to(ByteRange(0, manifest.num_bytes), base)]
 
 
@@ -48,7 +46,6 @@ class Destination:
     def __init__(
         self, manifest: StoredManifest, pieces: Sequence[LoadPiece], mapping: PageMapping | None = None
     ) -> None:
-        """`mapping`: maps the pages of the pieces; None: they are mapped."""
         self.manifest = manifest
         self._pieces = pieces  #: kept: their memory is written as long as this lives
         self._mapping = mapping
@@ -63,7 +60,6 @@ class Destination:
         return sum(span.end - span.begin for span in self._spans)
 
     def copies_of(self, chunks: Sequence[HostChunk]) -> list[ByteCopy]:
-        """Return the copies that bring chunks, which follow each other, to their places."""
         copies: list[ByteCopy] = []
         spans, num_spans, at = self._spans, len(self._spans), self._first
         for chunk in chunks:
@@ -96,19 +92,15 @@ class Destination:
 
 @dataclass(slots=True)
 class _Span:
-    """A byte range of a model, and the address that it is copied to. Mutable; written by `_spans_of`."""
-
     begin: int
     end: int
     address: int
 
     def touches(self, begin: int, address: int) -> bool:
-        """True if bytes from `begin` on follow this span, both in the file and in memory."""
         return begin == self.end and address - self.address == self.end - self.begin
 
 
 def _spans_of(pieces: Sequence[LoadPiece]) -> list[_Span]:
-    """Return the pieces in order, neighbours in file and memory joined."""
     spans: list[_Span] = []
     for piece in sorted(pieces, key=lambda piece: piece.part.begin):
         part, address = piece.part, piece.address
@@ -149,12 +141,7 @@ class PageMapping:
         self._errand = threads.start(self._run)
 
     def wait_for(self, part: ByteRange) -> None:
-        """Wait until these bytes are mapped.
-
-        Raises:
-            DeviceError: the device refuses it.
-            LoadCancelled: the mapping was stopped.
-        """
+        """Wait until these bytes are mapped. Raises DeviceError, and LoadCancelled once stopped."""
         wanted = min(part.end, self._end)
         with self._progress:
             while self._done < wanted and self._error is None:

@@ -36,19 +36,16 @@ from hearth.store.tiers.segment import Segment
 from hearth.store.transfer.chunk_reader import ChunkReader
 from hearth.store.transfer.record import Delivery
 
-#: Cells that one load holds at a time: being read, ready, or being copied.
 WINDOW = 32
 #: The first cells, as many as one load holds. A worker that starts pins these before all others.
 NUM_FIRST_CELLS = WINDOW
 #: A chunk that took longer to read stays in its cell: making a page takes as long.
 MAX_PASS_THROUGH_S = 0.02
-#: Cells that a refill holds at a time: it leaves the cores to loads.
 REFILL_WINDOW = 4
 #: Chunks that a load best releases together, a quarter of its cells.
 RELEASE_BATCH = WINDOW // 4
 #: Disks want several requests at once; from memory, reading and hashing take all cores but two of 16.
 NUM_READERS = 14
-#: For object storage; started with the first load of a model from there.
 NUM_FAR_READERS = 14
 #: How long closing waits for readers. A read of a disk ends within this; a server may never answer.
 PATIENCE_S = 5.0
@@ -69,8 +66,6 @@ class HostChunk:
 
 @dataclass(slots=True)
 class HostCounters:
-    """Counts of the host tier. Mutable; written by the fetcher, under its lock."""
-
     num_hits: int = 0
     num_fills: int = 0
     num_failures: int = 0
@@ -111,7 +106,6 @@ class Fetcher:
         self._chunk_reader = chunk_reader
         self._prices = prices
         self._keeps_chunks = keeps_chunks
-        #: Loads that want more chunks, the next to be served first.
         self._round_robin: deque[Fetch] = deque()
         #: Loads that wait for a chunk being read; the first one asked for the read.
         self._waiting: dict[ChunkId, list[_Job]] = {}
@@ -119,7 +113,6 @@ class Fetcher:
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._far_jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        #: Loads that have not ended.
         self._live: set[Fetch] = set()
         self._is_closed = False
         self._readers = self._start_readers("hearth-read", self._jobs, num_readers)
@@ -218,7 +211,6 @@ class Fetcher:
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def _pump(self) -> None:
-        """Give cells to loads in rotation, while there are cells and open windows."""
         num_stuck = 0
         while self._round_robin and num_stuck < len(self._round_robin):
             fetch = self._round_robin[0]
@@ -267,7 +259,6 @@ class Fetcher:
             fetch.arrived.notify_all()
 
     def _is_far(self, fetch: Fetch, index: int) -> bool:
-        """True if a chunk has to come from object storage, and is not being read."""
         chunk_id = fetch.model.manifest.chunk_ids[index]
         is_coming = chunk_id in self._waiting or self.book.is_resident(chunk_id)
         return not is_coming and self._chunk_reader.is_far(fetch.model, index)
@@ -423,7 +414,6 @@ class Fetch:
         )
         self.passed_through: list[int] = []  #: chunks that were released and did not stay
         self.taken: Sequence[HostChunk] = ()  #: chunks that were leased at once: see `Fetcher.lease`
-        #: Chunks that are not scheduled yet, in order.
         self.todo = deque(chunks)
         #: How many chunks are scheduled and not released: being read, ready, or taken.
         self.num_open = 0
@@ -438,7 +428,6 @@ class Fetch:
         self._fetcher = fetcher
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks in order, to be copied from, as `batches`."""
         taken: deque[HostChunk] = deque()
         try:
             for batch in self.batches():
@@ -488,7 +477,6 @@ class Fetch:
 
     @property
     def is_finished(self) -> bool:
-        """True if all chunks were taken and released."""
         with self.arrived:
             return not self.num_open and not self.todo and not self.is_over
 

@@ -27,7 +27,6 @@ from hearth.store.transfer.staging_buffers import StagingBuffers
 
 T = TypeVar("T")
 
-#: How long a lease waits for a keeper, and how long between two attempts.
 KEEPER_WAIT_S, KEEPER_RETRY_S = 15.0, 0.25
 #: Buffers released together: as many are filled meanwhile (`staging_buffers.NUM_SLOTS`).
 STAGED_RELEASE_BATCH = 4
@@ -90,10 +89,7 @@ class Lease:
     def begin(self) -> None:
         """Wait until a keeper grants the lease, unless one has.
 
-        Raises:
-            KeeperGone: no keeper came within `KEEPER_WAIT_S`.
-            LoadCancelled: the lease was cancelled.
-            StoreError: as `LeaseClient.grant`.
+        Raises KeeperGone after `KEEPER_WAIT_S`, LoadCancelled, and StoreError as `LeaseClient.grant`.
         """
         if not isinstance(self.state, Grant):
             self._acquire(self._chunks, time.monotonic() + KEEPER_WAIT_S)
@@ -136,7 +132,6 @@ class Lease:
             grant.release(*(chunk for chunk, own in zip(chunks, grants, strict=True) if own is grant))
 
     def cancel(self) -> None:
-        """Ask for no more chunks, and wake the thread that iterates."""
         with self._lock:
             self._is_cancelled = True
             if self._woken is not None:
@@ -198,7 +193,6 @@ class Lease:
         return batch
 
     def _next_staged(self, most: int) -> list[HostChunk]:
-        """Return the next chunk once it can be copied from, and later ones that can be already."""
         self._stage_ahead()
         batch = [self._take_staged()]
         try:
@@ -270,7 +264,6 @@ class Lease:
             return slot is None or self._staging.is_filled(slot)
 
     def _drop_staged(self) -> None:
-        """Release chunks that were taken and will not be yielded."""
         with self._lock:
             dropped = list(self._staged)
             self._staged.clear()
@@ -295,9 +288,7 @@ def await_keeper(
     """Return what the keeper answers; one that died is asked again until `give_up_s`, by `time.monotonic`.
 
     `pause` waits for that many seconds, or less if the answer is no longer wanted.
-
-    Raises:
-        KeeperGone: no keeper came in time, or the answer is no longer wanted.
+    Raises KeeperGone if no keeper came in time, or the answer is no longer wanted.
     """
     if give_up_s is None:
         give_up_s = time.monotonic() + KEEPER_WAIT_S

@@ -40,22 +40,17 @@ from hearth.store.transfer.lease_messages import (
 from hearth.store.transfer.staging_buffers import StagingBuffers
 
 MAX_HELLO_BYTES = 4096
-#: Manifests kept in memory, about 100 KB each.
 MAX_MANIFESTS = 256
 #: Encoded questions kept for `request`: the same adapters are asked for again and again.
 MAX_QUESTIONS = 4096
-#: Idle connections kept for the next leases. More leases at once are rare.
 MAX_IDLE = 4
 
 
-#: The kind of manifest: a model's or an adapter's.
 M = TypeVar("M", bound=StoredManifest, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Opened(Generic[M]):
-    """A model or adapter that the keeper has opened, with its manifest."""
-
     name: str
     manifest: M
     directory: str  #: holds its manifest and the files of its tokenizer
@@ -69,7 +64,6 @@ class Opened(Generic[M]):
 
     @property
     def is_in_host(self) -> bool:
-        """True if all of it was in host memory when it was opened."""
         return self.host_bytes >= self.distinct_bytes
 
     @property
@@ -91,7 +85,6 @@ class LeaseRequest:
     question: LeaseChunks
 
     def close(self) -> None:
-        """Give the lease up: the keeper takes all its chunks back."""
         self.connection.close()
 
 
@@ -106,19 +99,14 @@ def _encoded(
 class LeaseClient:
     """The keeper's host segment, mapped and, for a CUDA device, pinned. Any thread may call.
 
-    A keeper that died and was started again has another segment, which is then mapped as well. Connections
-    are reused, so that a lease has its first chunk after one question.
+    The segment of a keeper that was started again is mapped as well. Connections are reused.
     """
 
     def __init__(self, path: Path, *, is_pinned: bool = True, is_device_up: bool = True) -> None:
         """`is_pinned`: chunks are copied to a CUDA device, if there is one.
 
         `is_device_up`: pinning may start now, for the current device. Otherwise `device_is_up` must be
-        called before the first lease.
-
-        Raises:
-            KeeperGone: no keeper listens at `path`.
-            StoreError: the other side is no keeper, or its memory cannot be pinned and has to be.
+        called before the first lease. Raises KeeperGone, and StoreError if memory cannot be pinned.
         """
         self._path, self._is_pinned, self._is_device_up = path, is_pinned, is_device_up
         connection, segment = _introduce(path, is_pinned=is_pinned)
@@ -167,18 +155,12 @@ class LeaseClient:
 
     @property
     def is_unstaged(self) -> bool:
-        """True if loads have to pin host memory themselves."""
         return self._is_pinned and self._is_device_up and self.staging is None
 
     # Models and their files.
 
     def open(self, where: str | Path, weight: float = 1.0) -> OpenedModel:
-        """Have the keeper open a converted model. A relative path is relative to this process.
-
-        Raises:
-            KeeperGone: no keeper answers.
-            HearthError: there is no such model, or it cannot be opened.
-        """
+        """A relative path is relative to this process. Raises KeeperGone and other HearthErrors."""
         opened, where = self._open(where, weight)
         manifest = of_model(self._manifest(opened), where)
         return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
@@ -190,22 +172,15 @@ class LeaseClient:
         return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
 
     def describe(self, directory: Path) -> Manifest:
-        """Read a model's manifest and check its tokenizer, before the model is opened.
-
-        Raises:
-            HearthError: there is no such model, or a file of it is damaged.
-        """
+        """Read a model's manifest and check its tokenizer, before the model is opened. Raises HearthError."""
         manifest = of_model(self._read(directory), str(directory))
         self.text_file(manifest, directory, TOKENIZER)
         return manifest
 
     def text_file(self, manifest: Manifest, directory: Path, name: str) -> Path | None:
-        """Return a file beside a model's weights; None: the model has none of that name.
+        """Return a file beside a model's weights; None: the model has none. Raises ChunkCorrupt.
 
         Each state of the file is verified once, because hashing some MB takes milliseconds.
-
-        Raises:
-            ChunkCorrupt: the file is not the one that was stored.
         """
         file = next((file for file in manifest.files if file.name == name), None)
         if file is None:
@@ -219,7 +194,6 @@ class LeaseClient:
         return path
 
     def _open(self, where: str | Path, weight: float) -> tuple[ModelOpened, str]:
-        """Return the keeper's answer, and the absolute path or URL that was opened."""
         where = str(where) if "://" in str(where) else str(Path(where).absolute())
         connection, answer = self._ask(OpenModel(where, weight))
         if answer is None:
@@ -254,7 +228,6 @@ class LeaseClient:
     # Leases.
 
     def prefetch(self, model: Opened[StoredManifest]) -> HostPrefetch:
-        """Have the keeper bring a model into host memory, behind all loads."""
         connection, _ = self._connect()
         try:
             send(connection, PrefetchModel(model.digest, model.directory))
@@ -285,9 +258,7 @@ class LeaseClient:
     ) -> Grant:
         """Wait for the keeper to grant chunks of a model. `request`: what `request` has returned.
 
-        Raises:
-            KeeperGone: no keeper answers.
-            StoreError: the keeper does not have the model any more, or has another one in its place.
+        Raises KeeperGone, and StoreError if the keeper has another model in its place, or none.
         """
         if request is not None and (request.model is not model or request.question.chunks != tuple(chunks)):
             request.close()
@@ -358,7 +329,6 @@ class LeaseClient:
             return self._idle.pop() if self._idle else None
 
     def _keep(self, connection: LeaseConnection) -> None:
-        """Keep a connection for the next lease or question, or close it."""
         with self._lock:
             is_current = connection.segment is self.segment and not self._is_closed
             is_kept = is_current and len(self._idle) < MAX_IDLE
@@ -421,10 +391,7 @@ class HostPrefetch:
         self._is_cancelled = False
 
     def wait(self) -> bool:
-        """Wait until the prefetch is over; return whether all of the model is in host memory.
-
-        Raises what the keeper met, LoadCancelled after `cancel`, StoreError if the keeper is gone.
-        """
+        """Return whether all of the model is in host memory. Raises LoadCancelled, or what the keeper met."""
         with self._connection, closing(received(self._connection)) as messages:
             try:
                 message = next(messages, None)
@@ -440,7 +407,6 @@ class HostPrefetch:
         raise StoreError(f"the keeper that prefetched `{self._model.name}` is gone; ask again")
 
     def cancel(self) -> None:
-        """End the prefetch, and wake the thread that waits."""
         self._is_cancelled = True
         with suppress(OSError):  # the keeper may be gone, or has answered
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -462,7 +428,6 @@ def _answer(connection: LeaseConnection, question: Message) -> Message | None:
 
 
 def _introduce(path: Path, *, is_pinned: bool) -> tuple[socket.socket, Segment]:
-    """Return a connection to the keeper, and its segment, mapped. `is_pinned`: it will be pinned."""
     with ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:

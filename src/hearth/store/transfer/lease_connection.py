@@ -26,7 +26,6 @@ from hearth.store.transfer.lease_messages import (
     send,
 )
 
-#: Bytes received at once: a few hundred messages of one chunk each.
 RECEIVED_BYTES = 1 << 16
 
 
@@ -44,7 +43,6 @@ class LeaseConnection:
         send(self._connection, *messages)
 
     def send_encoded(self, line: bytes) -> None:
-        """Send a message that was encoded before. Raises as `send`."""
         self._connection.sendall(line)
 
     def read(self) -> Message | None:
@@ -62,7 +60,6 @@ class LeaseConnection:
         return b"\n" in self._unread
 
     def has_next(self) -> bool:
-        """True if `read` would not block."""
         try:
             while b"\n" not in self._unread:
                 if not self._receive(socket.MSG_DONTWAIT):
@@ -140,7 +137,6 @@ class Grant:
         return self.num_chunks - self._num_taken
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks one by one, pinned. Raises as `take_pinned`."""
         for _ in range(self.num_chunks):
             yield from self.take_pinned(1)
 
@@ -182,7 +178,6 @@ class Grant:
             self._hang_up_if_done()
 
     def cancel(self) -> None:
-        """Ask for no more chunks, and wake the thread that takes."""
         with self._lock:
             if self._is_over:
                 return

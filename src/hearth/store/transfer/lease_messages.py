@@ -38,8 +38,6 @@ from hearth.store.transfer.record import Delivery
 
 @dataclass(frozen=True, slots=True)
 class ServerHello:
-    """The shape of the segment whose file descriptor comes with it."""
-
     num_cells: int
     cell_bytes: int
     keeps_pages: bool  #: pages are never returned to the system, so they may be pinned
@@ -61,8 +59,6 @@ class ModelOpened:
 
 @dataclass(frozen=True, slots=True)
 class LeaseChunks:
-    """Lease these chunks, in this order."""
-
     model: Digest  #: opened before, on any connection
     directory: str  #: as `ModelOpened` has it: copies of one model share a digest, and one may be deleted
     chunks: tuple[int, ...]
@@ -81,8 +77,6 @@ class ChunkLeased:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """The first answer to `LeaseChunks`."""
-
     is_in_host: bool  #: no chunk has to be read
     #: The first chunks. In one message, because one for each costs more than copying an adapter.
     leased: tuple[ChunkLeased, ...] = ()
@@ -108,8 +102,6 @@ class PrefetchModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelPrefetched:
-    """The prefetch is over."""
-
     host_bytes: int  #: of the model, in host memory now
 
 
@@ -129,8 +121,6 @@ class ModelBytes:
 
 @dataclass(frozen=True, slots=True)
 class BytesCounted:
-    """The answer to `CountBytes`, without models that were never opened."""
-
     models: tuple[ModelBytes, ...]
 
 
@@ -187,8 +177,6 @@ class UpstreamSeen:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The keeper cannot do what was asked."""
-
     error: str  #: the class of the error
     reason: str
 

@@ -50,7 +50,6 @@ from hearth.store.transfer.lease_messages import (
 from hearth.store.transfer.record import Delivery, totals_by_rung
 from hearth.system.standing_threads import StandingThreads, ThreadTask
 
-#: The file that a server locks while it makes its socket beside it.
 LOCK = "lending"
 #: Before the next attempt to accept, when the system has no room for one more connection.
 ACCEPT_DELAY_S = 0.1
@@ -193,8 +192,7 @@ class _Session:
             case CountBytes(digests):
                 self._send(self._count(digests))
             case MeasureHost():
-                host = self._tiers.report()[Rung.HOST]
-                self._send(HostMeasured(host.used_bytes, self._tiers.segment.num_bytes))
+                self._send(HostMeasured(self._tiers.used_host_bytes, self._tiers.segment.num_bytes))
             case CountRequests(models):
                 self._send(self._count_requests(models))
             case ForgetModel(where):
@@ -248,7 +246,6 @@ class _Session:
         return ModelForgotten()
 
     def _model_to_load(self, digest: Digest, directory: str) -> StoredModel | None:
-        """Return an opened model; None: the worker was told that it is not open."""
         self._end_load()
         model = self._models.get((digest, directory))
         if model is None:
@@ -256,7 +253,6 @@ class _Session:
         return model
 
     def _end_load(self) -> None:
-        """End the previous lease, whose chunks were all leased and released."""
         if self._fetch is None:
             return
         if not self._fetch.is_finished:
@@ -313,7 +309,6 @@ class _Session:
             self._run(self._prefetch, fetch)
 
     def _run(self, act: Callable[[Fetch], None], fetch: Fetch) -> None:
-        """Follow a load on a thread of its own; refuse the load if there can be none."""
         try:
             self._fetch, self._sender = fetch, self._senders.start(lambda: act(fetch))
         except RuntimeError as error:
@@ -364,7 +359,6 @@ class _Session:
             self._tiers.prices.moved(rung, use.num_bytes, use.seconds)
 
     def _release(self, indices: Sequence[int]) -> None:
-        """Take chunks back, all at once, so that as many can be leased at once."""
         with self._lock:
             chunks = [self._leased.pop(index, None) for index in indices]
         if (fetch := self._fetch) is not None:
@@ -377,7 +371,6 @@ class _Session:
             )
 
     def _refill(self, load: Fetch) -> None:
-        """Fetch the chunks that a load passed through once more, to stay."""
         passed_through, load.passed_through = load.passed_through, []
         if not self._is_open(load.model):
             return
@@ -390,7 +383,6 @@ class _Session:
             log.warning("not_refilled model=%s reason=%s", load.model.name, error)
 
     def _let_stay(self, fetch: Fetch) -> None:
-        """Fetch chunks to stay, as long as their model is deployed."""
         try:
             for chunk in fetch:
                 fetch.release(chunk)
@@ -424,11 +416,7 @@ def _message(chunk: HostChunk) -> ChunkLeased:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Listen at a new socket, in the place of one whose server is gone.
-
-    Finding a dead socket, removing it and binding is one critical section: of two servers at once, one would
-    remove the socket that the other has just bound.
-    """
+    """Listen at a new socket, in the place of one whose server is gone, as one critical section."""
     with _alone_at(path):
         _make_way(path)
         return _bind(path)

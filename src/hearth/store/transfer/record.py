@@ -23,9 +23,8 @@ class Delivery:
 class RungTotals:
     """How much a rung gave to a load, and for how long it was busy with that.
 
-    For disk and object storage, `seconds` is the time in which at least one reader was at work. What host
-    memory takes for a chunk cannot be seen, for copies are queued: it gets its share, by bytes, of the time
-    in which the load did not wait.
+    For disk and object storage, `seconds` is the time in which at least one reader was at work. Host memory
+    gets its share, by bytes, of the time in which the load did not wait.
     """
 
     num_chunks: int
@@ -35,8 +34,6 @@ class RungTotals:
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """How a load went. All times count from its beginning."""
-
     model: str
     num_bytes: int  #: bytes that reached the device
     rungs: Mapping[Rung, RungTotals]
@@ -46,8 +43,7 @@ class LoadRecord:
     first_layer_s: float  #: time until the first layer could run
     total_s: float
     num_failures: int  #: places or answers that were no good; others made up for them
-    num_shared_chunks: int = 0  #: chunks that another load was reading already; no rung counts them
-    shared_bytes: int = 0
+    shared_bytes: int = 0  #: of chunks that another load was reading; no rung counts them
 
 
 @dataclass(slots=True)
@@ -60,14 +56,12 @@ class Tally:
     first_layer_s: float | None = None
     num_host_chunks: int = 0
     host_bytes: int = 0
-    num_shared_chunks: int = 0
     shared_bytes: int = 0
     deliveries: list[Delivery] = field(default_factory=list)
 
     def took(self, delivery: Delivery | None, num_bytes: int, *, is_shared: bool = False) -> None:
         """Count a chunk: this load had it read, another one did (`is_shared`), or it was in host memory."""
         if is_shared:
-            self.num_shared_chunks += 1
             self.shared_bytes += num_bytes
         elif delivery is not None:
             self.deliveries.append(delivery)
@@ -93,7 +87,6 @@ class Tally:
             first_layer_s=total_s if self.first_layer_s is None else self.first_layer_s,
             total_s=total_s,
             num_failures=sum(d.num_failures for d in self.deliveries),
-            num_shared_chunks=self.num_shared_chunks,
             shared_bytes=self.shared_bytes,
         )
 
@@ -115,7 +108,6 @@ def totals_by_rung(deliveries: Sequence[Delivery]) -> dict[Rung, RungTotals]:
 
 
 def _busy_s(deliveries: Sequence[Delivery]) -> float:
-    """Return the length of the union of the deliveries' intervals: readers work side by side, or rest."""
     busy_s, until_s = 0.0, -math.inf
     for delivery in sorted(deliveries, key=lambda d: d.began_s):
         ended_s = delivery.began_s + delivery.read_s + delivery.verify_s

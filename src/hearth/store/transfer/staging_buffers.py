@@ -26,18 +26,13 @@ from hearth.system.native_code import NativeCodeUnavailable, native_library
 #: Slots of a worker, few enough for the processor's cache: 48 GB/s, 40 with twice as many (docs/log.md). Four
 #: are released at a time, as many are filled meanwhile, and two copied from.
 NUM_SLOTS = 10
-#: Bytes read by one thread at a time.
 PIECE_BYTES = 1 << 20
-#: Cores left free while slots are filled, and the most threads that help.
 SPARE_CORES, MAX_THREADS = 2, 16
 
-#: Threads are started once.
 _STARTING = threading.Lock()
 
 
 class _Slot(ctypes.Structure):
-    """A slot as `staging_buffers.c` defines it; only that reads and writes it."""
-
     _fields_ = (
         ("next", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
@@ -54,12 +49,7 @@ class StagingBuffers:
     """Slots of pinned memory, each for one chunk at a time. Any thread may take one."""
 
     def __init__(self, slot_bytes: int, num_slots: int = NUM_SLOTS, libraries: Path | None = None) -> None:
-        """Allocate the memory. `libraries`: see `native_library`.
-
-        Raises:
-            OSError: no thread can be started, or the library not be built.
-            DeviceError: there is not enough memory.
-        """
+        """`libraries`: see `native_library`. Raises OSError (no thread or library) and DeviceError."""
         with _STARTING:
             self._threads = _fill_threads(libraries)
         self._ring = Segment.create(num_slots, slot_bytes)
@@ -88,7 +78,6 @@ class StagingBuffers:
             return None
 
     def fill(self, slot: int, source: Segment, cell: int, num_bytes: int) -> None:
-        """Start reading the first bytes of a cell into a taken slot."""
         self._ring.pin(slot)
         self._threads.ask(
             ctypes.byref(self._slots[slot]), source.fd, source.offset(cell), self._address(slot), num_bytes
@@ -99,11 +88,7 @@ class StagingBuffers:
         return self._threads.is_done(ctypes.byref(self._slots[slot]))
 
     def filled(self, slot: int, num_bytes: int) -> memoryview:
-        """Wait until a slot is filled, and return its bytes.
-
-        Raises:
-            StoreError: they cannot be read.
-        """
+        """Wait until a slot is filled, and return its bytes. Raises StoreError if they cannot be read."""
         if error := self._threads.wait(ctypes.byref(self._slots[slot])):
             raise StoreError(f"{num_bytes} bytes of host memory cannot be read: {os.strerror(error)}")
         return self._ring.memory(slot, num_bytes)
@@ -123,8 +108,6 @@ class StagingBuffers:
 
 
 class _FillThreads:
-    """The threads of `staging_buffers.c`, which fill slots."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         #: Calls of a few microseconds, made with the interpreter lock held: beside a thread that computes,
         #: getting it back would take longer than filling the slot.

@@ -127,8 +127,7 @@ class Transfer:
     def wait_for(self, part: ByteRange) -> None:
         """Make the current stream wait for these bytes, and this thread until their copies are queued.
 
-        Raises:
-            StoreError: a chunk cannot be had, or the transfer was cancelled.
+        Raises StoreError if a chunk cannot be had, or the transfer was cancelled.
         """
         num_wanted = bisect_left(self._destination.chunks, self._destination.manifest.chunks_of(part).stop)
         with self._progress:
@@ -274,9 +273,7 @@ class Transfer:
     def _queue(self, groups: Sequence[Sequence[HostChunk]]) -> None:
         """Queue the copies of chunks, those of a group as one, and wake threads that wait for them.
 
-        Raises:
-            DeviceError: the device refuses them.
-            LoadCancelled: the transfer was cancelled.
+        Raises DeviceError if the device refuses them, and LoadCancelled.
         """
         num_before, copies_of = self._copies.num_queued, self._destination.copies_of
         try:
@@ -292,11 +289,7 @@ class Transfer:
             raise LoadCancelled(f"the load of `{self.name}` was cancelled")
 
     def _release_copied(self) -> None:
-        """Release chunks once their copies are done, while the other thread waits for the next ones.
-
-        It needs a thread of its own: the cells that copies read may be all there are, and the next chunk, or
-        another load's, can come only into one of them.
-        """
+        """Release copied chunks. Needs its own thread: the next chunk may need their cells."""
         queued: deque[HostChunk] = deque()
         num_done = 0
         while self._collect(queued):
@@ -353,7 +346,6 @@ class Transfer:
         self._source.cancel()
 
     def _tell_end(self) -> None:
-        """Report how it ended, unless that was reported."""
         outcome: LoadRecord | HearthError
         with self._progress:
             if self._error is not None:
@@ -412,8 +404,6 @@ class Loader:
 
 
 class TransferGate:
-    """The `WeightGate` of a transfer of a whole model."""
-
     def __init__(self, transfer: Transfer, manifest: Manifest) -> None:
         self._transfer = transfer
         self._layers = manifest.layers
