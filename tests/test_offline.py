@@ -120,7 +120,7 @@ class FakeCaptures:
     begun: list[FakeCaptures]
 
     def __init__(self, runner: Any, goes_on: Callable[[], bool]) -> None:
-        runner.layers.graphs = None  # CUDA graphs cannot be had here
+        runner.graphs = None  # CUDA graphs cannot be had here
         self.goes_on, self.is_stopped = goes_on, False
         self.begun.append(self)
 

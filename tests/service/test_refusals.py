@@ -80,7 +80,9 @@ def test_of_several_prompts_the_one_that_is_refused_is_named(client: openai.Open
 
 
 def test_of_several_inputs_the_one_that_is_empty_is_named(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"prompt at index 2 of 3: .* send a text that is not empty"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"prompt at index 2 of 3: .* send a text that is not empty"
+    ):
         client.embeddings.create(model="tiny-a", input=["Hi", "Ho", ""])
 
 

@@ -39,10 +39,10 @@ def outcome_of(path: Path) -> tuple[str, str]:
     """Return the kind of an error and its message; nothing where the model could be converted."""
     try:
         if path.is_dir():
-            Tokenizer.load(path).try_out()
+            Tokenizer.load(path).check()
         with tempfile.TemporaryDirectory() as folder:
             convert(path, Path(folder) / "model")
-            Tokenizer.load(Path(folder) / "model").try_out()
+            Tokenizer.load(Path(folder) / "model").check()
     except BaseException as error:
         return type(error).__name__, str(error)
     return "", ""

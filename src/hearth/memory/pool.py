@@ -1,6 +1,6 @@
 """Device memory of one worker: one pool for the weights, KV, tables and adapters of all its models.
 
-A pool places, maps and moves; it never decides what to evict. Its caller frees memory first, in the order
+A pool places, maps and moves. Its caller decides when to evict and frees memory in the order
 
     free memory, unused cached KV, idle adapters, weights of retained models, of warm ones, of paused ones,
     KV of paused models, KV of running requests

@@ -1,4 +1,4 @@
-"""Asks the keeper of the store about models, from an event loop. Borrows no chunks and imports no torch."""
+"""Asks the keeper of the store about models, from an event loop. Leases no chunks and imports no torch."""
 
 from __future__ import annotations
 

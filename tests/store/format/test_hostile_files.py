@@ -596,7 +596,7 @@ def test_a_json_file_with_other_values_is_read_or_refused(
     (model / name).write_text(json.dumps(changed(content, wanted)))
 
     check(lambda: read_all(model))
-    check(lambda: Tokenizer.load(model).try_out())
+    check(lambda: Tokenizer.load(model).check())
 
 
 @settings(max_examples=NUM_EXAMPLES)
