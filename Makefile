@@ -18,6 +18,8 @@ CODE := src tests bench scripts/tables scripts/reference
 ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
 NOT_ON_GPU := tests/api tests/cli tests/control tests/node tests/service tests/engine/test_guide.py
+# Folders whose tests start no process and load no large model.
+FAST := $(addprefix tests/,core policy models memory text sim snapshot control/requests control/keys control/observe)
 # Processes for the tests: one more than the cores of a small machine, for services make tests wait.
 TESTERS ?= 3
 # Types are checked beside the tests; what was said about them is shown after these.
@@ -42,7 +44,7 @@ MODULE_elastic_cpu := elastic.cpu
 module = bench.$(or $(MODULE_$(1)),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check style types arrows format soak chaos journals test-gpu bench-gpu bench-cpu clean
+.PHONY: help demo test test-fast check style types arrows format soak chaos journals test-gpu bench-gpu bench-cpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +73,9 @@ test: style ## format check, lint, types and all CPU tests: what CI runs
 	$(BIN)/mypy >$(TYPES) 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder; tested=$$?; \
 	wait $$types || { cat $(TYPES); exit 1; }; exit $$tested
+
+test-fast: $(READY) ## tests that start no process, without the slow ones: a minute
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow and not e2e" $(FAST)
 
 check: style types arrows ## the fast part: format check, lint, types, import arrows
 

@@ -91,7 +91,7 @@ def watch(rig: Rig) -> Marks:
     marks.after(engine.batcher, "plan", "planned")
     marks.before(runner, "launch", "launch begins", has_event=True)
     marks.after(runner.layers.inputs, "fill", "inputs sent", has_event=True)
-    marks.after(runner, "_run", "graphs queued", has_event=True)
+    marks.after(runner.layers, "run", "graphs queued", has_event=True)
     marks.after(runner, "launch", "launched", has_event=True)
     marks.after(PendingStep, "wait", "waited")
     marks.after(engine.batcher, "take_tokens", "committed")

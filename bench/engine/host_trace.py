@@ -66,7 +66,7 @@ def step_parts(engine: Engine) -> list[tuple[object, str]]:
         (runner, "settle"),
         (runner._uploads, "next_step"),
         (runner.layers.inputs, "fill"),
-        (runner, "_run"),
+        (runner.layers, "run"),
         (runner.sampler, "admit"),
         (runner.sampler, "sample"),
         (engine, "_outputs"),

@@ -176,11 +176,11 @@ class FakeGateway:
     def model(self, name: str, caller: Caller = OPERATOR) -> ModelView:
         adapter = next((one for one in self.adapters if one.name == name), None)
         if caller.terms.models is not None and name not in caller.terms.models:
-            raise UnknownModel(f"no model is deployed under `{name}`; deploy it")
+            raise UnknownModel(f"no model named `{name}`; deploy it")
         if adapter is not None:
             return adapter
         if name not in ("tiny", "small"):
-            raise UnknownModel(f"no model is deployed under `{name}`, there are: `tiny`; deploy it")
+            raise UnknownModel(f"no model named `{name}`, there are: `tiny`; deploy it")
         return MODEL
 
     def may_use(self, model: str, caller: Caller) -> bool:

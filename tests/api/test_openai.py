@@ -92,7 +92,7 @@ def test_tools_and_logprobs(client: openai.OpenAI, gateway: FakeGateway) -> None
 
 
 def test_errors_have_their_classes(client: openai.OpenAI, gateway: FakeGateway) -> None:
-    with pytest.raises(openai.NotFoundError, match="no model is deployed under `none`"):
+    with pytest.raises(openai.NotFoundError, match="no model named `none`"):
         client.chat.completions.create(model="none", messages=HI)
     with pytest.raises(openai.BadRequestError, match="less than or equal to 2, given: 3"):
         client.chat.completions.create(model="tiny", messages=HI, temperature=3)

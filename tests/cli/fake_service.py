@@ -209,7 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _model(self, method: str, name: str, rest: list[str]) -> None:
         model = next((one for one in self.service.models if name in (one.name, *one.aliases)), None)
         if model is None:
-            return self._fail(404, "model_not_found", f"no model is deployed under `{name}`")
+            return self._fail(404, "model_not_found", f"no model named `{name}`")
         if method == "DELETE":
             self.service.models.remove(model)
         if rest == ["unload"]:

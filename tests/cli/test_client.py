@@ -46,7 +46,7 @@ def test_a_starting_service_tells_its_health_too(service: FakeService) -> None:
 
 def test_errors_come_back_as_what_they_were(service: FakeService) -> None:
     with Client(service.url, None) as client:
-        with pytest.raises(UnknownModel, match="no model is deployed under `other`"):
+        with pytest.raises(UnknownModel, match="no model named `other`"):
             client.model("other")
         with pytest.raises(UnknownRequest):
             client.explain("r2")

@@ -113,7 +113,7 @@ def test_without_a_service_nothing_is_said_of_one(hearth: Hearth, data_dir: Path
 def test_a_key_for_a_model_that_is_not_deployed_is_made_with_a_note(hearth: Hearth, tiny: Path) -> None:
     made = hearth("keys", "add", "ada", "--models", "tiny,tinny")
     assert (made.code, made.err.count("note: ")) == (0, 1)
-    assert "note: no model is deployed under `tinny`; did you mean `tiny`?" in made.err
+    assert "note: no model named `tinny`; did you mean `tiny`?" in made.err
     assert "note: " not in hearth("keys", "set", "ada", "--models", "tiny").err
 
 

@@ -238,7 +238,7 @@ def test_a_service_does_not_start_on_a_data_directory_of_another_format_version(
 def test_a_service_does_not_start_with_settings_of_a_model_that_is_not_deployed(tmp_path: Path) -> None:
     service = ServiceConfig(data_dir=str(tmp_path), device="cpu", port=0)
     config = HearthConfig(service=service, models={"nosuch": ModelConfig(pinned=True)})
-    with pytest.raises(ConfigError, match=r"\[models\.nosuch\] .*none is; deploy one"):
+    with pytest.raises(ConfigError, match=r"\[models\.nosuch\] .*nothing is deployed yet"):
         server.run_service(config)
 
 

@@ -598,9 +598,7 @@ def test_a_model_that_a_key_may_not_use_is_as_unknown_as_one_that_is_not_there(
                 await rig.gateway.prompts.tokenizer(name, others)
             with pytest.raises(UnknownModel):
                 await rig.gateway.deployments.show(name, others, look=False)
-        assert (
-            told == ["no model is deployed under `NAME`; none is; deploy one with `hearth deploy SOURCE`"] * 2
-        )
+        assert told == ["no model named `NAME`; nothing is deployed yet: `hearth deploy SOURCE`"] * 2
         assert rig.gateway.deployments.models(others) == []
         assert [view.name for view in rig.gateway.deployments.models(own)] == ["tiny"]
         await rig.submit(ask(), own)
@@ -629,7 +627,7 @@ def test_a_key_with_models_is_told_of_no_others(
         assert told == [True, False, True]
         with Registry(data_dir) as other:
             during_encoding(rig, lambda: other.remove("tiny") and None, monkeypatch)
-            with pytest.raises(UnknownModel, match="`tiny`; none is; deploy one"):
+            with pytest.raises(UnknownModel, match="`tiny`; nothing is deployed yet"):
                 await rig.submit(ask(), own)
         assert rig.gateway.views.explain("of-tiny", own) == cut
 

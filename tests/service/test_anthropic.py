@@ -176,7 +176,7 @@ def test_what_cannot_be_read_is_refused(client: anthropic.Anthropic, refusal: st
 def test_errors_are_those_of_the_client(client: anthropic.Anthropic) -> None:
     import anthropic
 
-    with pytest.raises(anthropic.NotFoundError, match="no model is deployed under `absent`"):
+    with pytest.raises(anthropic.NotFoundError, match="no model named `absent`"):
         client.messages.create(model="absent", max_tokens=1, messages=QUESTION)
     with pytest.raises(
         anthropic.BadRequestError, match="`max_tokens`: input should be greater than or equal"

@@ -151,7 +151,7 @@ def test_what_would_change_the_store_is_refused(client: ollama.Client, refusal: 
     with pytest.raises(ollama.ResponseError, match=refusal):
         client.delete(MODEL)
     assert client.pull(MODEL).status == "success"
-    with pytest.raises(ollama.ResponseError, match="no model is deployed under `absent`"):
+    with pytest.raises(ollama.ResponseError, match="no model named `absent`"):
         client.chat("absent", QUESTION)
 
 

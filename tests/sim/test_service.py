@@ -33,6 +33,8 @@ from hearth.sim.stepped_worker import SteppedWorker
 from hearth.sim.traces import TracedRequest
 from tests.sim.small_machine import GB, HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES, SLOW_HOST
 
+pytestmark = pytest.mark.slow
+
 SETTING = SimulationSetting(SHAPES, MEMORY_BYTES)
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
 POLICIES = st.sampled_from(list(Policy))

@@ -14,6 +14,8 @@ from hearth.text.detokenizer import Detokenizer, prompt_text
 from hearth.text.token_spelling import SpelledTokens
 from hearth.text.tokenizer import REPLACEMENT, Tokenizer
 
+pytestmark = pytest.mark.slow
+
 KINDS = [
     "byte_level",
     "byte_fallback",

@@ -92,7 +92,7 @@ def test_what_no_adapter_can_have_is_refused(
     data_dir: DataDir, deployed: Deployed, lora: Path, checkpoint: Path, converted: Path
 ) -> None:
     before = set(data_dir.models_path.iterdir())
-    with pytest.raises(UnknownModel, match="no model is deployed under `nobody`"):
+    with pytest.raises(UnknownModel, match="no model named `nobody`"):
         deploy(data_dir, lora, base="nobody")
     with pytest.raises(RequestError, match=r"without `dtype` and `quant`, given: auto, int8"):
         deploy(data_dir, lora, base="tiny", quant="int8")

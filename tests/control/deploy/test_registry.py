@@ -158,7 +158,7 @@ def test_a_removed_model_is_returned_and_gone(data_dir: DataDir) -> None:
     with Registry(data_dir) as registry:
         registry.add(TINY)
         assert registry.remove("tiny") == [TINY.location]
-        with pytest.raises(UnknownModel, match="no model is deployed under `tiny`"):
+        with pytest.raises(UnknownModel, match="no model named `tiny`"):
             registry.remove("tiny")
 
 
@@ -369,14 +369,14 @@ def test_an_alias_that_repeats_itself_or_its_model_does_no_harm() -> None:
 
 def test_a_table_for_a_model_that_is_not_deployed_waits() -> None:
     names = Names([TINY], {"later": ModelConfig(aliases=("soon",))})
-    with pytest.raises(UnknownModel, match="no model is deployed under `soon`"):
+    with pytest.raises(UnknownModel, match="no model named `soon`"):
         names.resolve("soon")
 
 
 @pytest.mark.parametrize(
     ("deployed", "name", "hint"),
     [
-        ([], "tiny", "none is; deploy one with `hearth deploy SOURCE`"),
+        ([], "tiny", "nothing is deployed yet: `hearth deploy SOURCE`"),
         ([TINY], "tini", "did you mean `tiny`?"),
         ([TINY, OTHER], "zzz", "deployed: Other-1.0, tiny"),
         (
@@ -391,7 +391,7 @@ def test_an_unknown_name_is_answered_with_what_there_is(
 ) -> None:
     with pytest.raises(UnknownModel) as caught:
         Names(deployed, {}).resolve(name)
-    assert str(caught.value) == f"no model is deployed under `{name}`; {hint}"
+    assert str(caught.value) == f"no model named `{name}`; {hint}"
 
 
 def test_the_nearest_of_thousands_of_names_is_found_without_comparing_with_each() -> None:
@@ -424,7 +424,7 @@ def test_who_may_know_of_some_models_is_told_of_no_other() -> None:
         with pytest.raises(UnknownModel) as refused:
             names.resolve(hidden, ["tiny", "not-deployed"])
         told.add(str(refused.value).replace(hidden, "NAME"))
-    assert told == {"no model is deployed under `NAME`; deployed: gpt-4, tiny"}
+    assert told == {"no model named `NAME`; deployed: gpt-4, tiny"}
     assert names.allowed(["gpt-4", "not-deployed"]) == {"tiny"}
 
 

@@ -72,7 +72,7 @@ def test_a_request_for_an_adapter_shows_its_base_and_where_the_adapter_came_from
     (span,) = (span for span in told.spans if span.what == "adapter")
     assert (round(span.begin_s, 6), round(span.end_s, 6)) == (0.55, 0.8)
     assert span.detail == "3.0 MB from host, 5.0 MB from disk, after 0.050 s until it had room"
-    assert "loaded from disk in 250 ms, 50 ms until it had room" in "\n".join(waterfall(told, 80))
+    assert "loaded from disk in 250 ms after waiting 50 ms for memory" in "\n".join(waterfall(told, 80))
 
 
 def test_kernels_that_came_to_the_device_are_shown_behind_the_engine() -> None:
@@ -94,7 +94,7 @@ def test_a_request_whose_adapter_was_there_says_so() -> None:
     told = explain(line, now_s=101.0)
 
     assert (told.adapter_tier, told.adapter_load_s) == ("device", 0.0)
-    assert "an adapter of m, which was on the device" in waterfall(told, 80)
+    assert "an adapter of m, already on the device" in waterfall(told, 80)
 
 
 def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:

@@ -33,6 +33,8 @@ from tests.policy.batch.device import (
     stopping,
 )
 
+pytestmark = pytest.mark.slow
+
 # --- adding ---
 
 

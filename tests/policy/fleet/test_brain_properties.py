@@ -27,6 +27,8 @@ from hearth.policy.fleet.routing import ReplicaPlace, choose_place
 from hearth.policy.fleet.serving import reserve_room
 from tests.policy.fleet.world import CONFIGS, KINDS, MANY_MOVES, Moves, World, begun, profile
 
+pytestmark = pytest.mark.slow
+
 
 def checked(config: BrainConfig, moves: Moves) -> World:
     """A world after some moves, each of which was followed by all checks."""

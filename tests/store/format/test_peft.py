@@ -166,7 +166,7 @@ def test_modules_that_the_base_does_not_have_are_refused_with_those_that_it_has(
 
     config = {"target_modules": ["q_proj", "lm_head", "up_proj"]}
     write_peft(tmp_path, targets=["q_proj"], config=config, change=change)
-    with pytest.raises(BadCheckpoint, match=f"`{module}`, .* family llama with 3 layers; .*q_proj, k_proj"):
+    with pytest.raises(BadCheckpoint, match=f"`{module}`, .* family llama, 3 layers; .*q_proj, k_proj"):
         source_of(tmp_path)
 
 

@@ -77,7 +77,7 @@ class Names:
         return {name: self._hint(name) for name in self._models if name not in self._by_name}
 
     def unknown(self, name: str) -> UnknownModel:
-        return UnknownModel(f"no model is deployed under `{name:.80}`; {self._hint(name)}")
+        return UnknownModel(f"no model named `{name:.80}`; {self._hint(name)}")
 
     def _own_name(self, name: str) -> str:
         for spelt in (name, name.removesuffix(LATEST), name + LATEST):
@@ -89,7 +89,7 @@ class Names:
         aliases = (alias for alias, one in self._name_by_alias.items() if one in allowed)
         known = sorted({*allowed, *aliases})
         return UnknownModel(
-            f"no model is deployed under `{name:.80}`; {_describe_known(name, known, NearestName(known))}"
+            f"no model named `{name:.80}`; {_describe_known(name, known, NearestName(known))}"
         )
 
     def _hint(self, name: str) -> str:
@@ -115,7 +115,7 @@ def _describe_known(name: str, known: Sequence[str], nearest: NearestName) -> st
     if (meant := nearest.find(name)) is not None:
         return f"did you mean `{meant}`?"
     if not known:
-        return "none is; deploy one with `hearth deploy SOURCE`"
+        return "nothing is deployed yet: `hearth deploy SOURCE`"
     return f"deployed: {listed(known)}"
 
 
