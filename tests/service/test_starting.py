@@ -32,10 +32,17 @@ def test_the_demo_answers_and_explains_itself(data_dir: Path) -> None:
         assert word in done.stdout
 
 
+def _hear_ctrl_c() -> None:
+    """Undo that a shell had the tests, started in the background, ignore Ctrl-C; children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_while_processes_are_imported_shows_no_traceback(tmp_path: Path) -> None:
     command = hearth("serve", "--data-dir", str(tmp_path / "data"), "--port", "0", "--device", "cpu")
     with (tmp_path / "out").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, start_new_session=True, preexec_fn=_hear_ctrl_c
+        )
     with process:
 
         def keeper() -> psutil.Process | None:
