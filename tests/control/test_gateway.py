@@ -598,7 +598,10 @@ def test_a_model_that_a_key_may_not_use_is_as_unknown_as_one_that_is_not_there(
                 await rig.gateway.prompts.tokenizer(name, others)
             with pytest.raises(UnknownModel):
                 await rig.gateway.deployments.show(name, others, look=False)
-        assert told == ["no model named `NAME`; nothing is deployed yet: `hearth deploy SOURCE`"] * 2
+        assert (
+            told
+            == ["no model named `NAME`; nothing is deployed yet; deploy one with `hearth deploy SOURCE`"] * 2
+        )
         assert rig.gateway.deployments.models(others) == []
         assert [view.name for view in rig.gateway.deployments.models(own)] == ["tiny"]
         await rig.submit(ask(), own)

@@ -115,7 +115,7 @@ def _describe_known(name: str, known: Sequence[str], nearest: NearestName) -> st
     if (meant := nearest.find(name)) is not None:
         return f"did you mean `{meant}`?"
     if not known:
-        return "nothing is deployed yet: `hearth deploy SOURCE`"
+        return "nothing is deployed yet; deploy one with `hearth deploy SOURCE`"
     return f"deployed: {listed(known)}"
 
 
