@@ -537,12 +537,15 @@ def test_ignored_fields_are_counted_by_label(data_dir: DataDir, deployed: Deploy
     with_rig(data_dir, scene)
 
 
-def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, deployed: Deployed) -> None:
+def test_a_stop_string_ends_the_answer_and_never_reaches_the_worker(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
         tokenizer = await rig.gateway.prompts.tokenizer("tiny", ANYBODY)
         (token, *_) = tokenizer.encode("!", add_special_tokens=False)
         stream = await rig.submit(GenerationRequest("tiny", "!!", SamplingParams(stop=["!"])), ANYBODY)
+        assert [order.sampling.stop for order in link.orders if isinstance(order, StartRequest)] == [()]
         emit(rig, link, token)
         assert [piece.finish_reason for piece in await stream.next()] == [FinishReason.STOP]
         assert isinstance(link.orders[-1], CancelRequest)

@@ -131,9 +131,10 @@ def test_it_can_be_hashed_copied_and_sent() -> None:
     assert all(each == params and hash(each) == hash(params) for each in copies)
 
 
-def test_what_is_resolved_is_the_same_but_for_its_stop_tokens_and_seed() -> None:
+def test_what_is_resolved_is_the_same_but_for_its_stops_and_seed() -> None:
     given = SamplingParams(temperature=0.3, stop_token_ids=[7], stop="end", logit_bias={4: 1.5}, max_tokens=3)
-    assert given.resolved((5, 7), 11) == replace(given, stop_token_ids=(5, 7), seed=11)
+    found = given.resolved(stop=("x",), stop_token_ids=(5, 7), seed=11)
+    assert found == replace(given, stop=("x",), stop_token_ids=(5, 7), seed=11)
     assert (given.stop_ids, given.seed) == ((7,), None)
 
 

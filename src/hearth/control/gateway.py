@@ -158,7 +158,8 @@ class Gateway:
             model=model,
             digest=entry.deployed.digest,
             prompt=prompt,
-            sampling=wanted.sampling.resolved(wanted.sampling.stop_ids, seed),
+            # The transcript cuts at stop strings; workers see no text.
+            sampling=wanted.sampling.resolved(stop=(), stop_token_ids=wanted.sampling.stop_ids, seed=seed),
             salt=salt,
             guide=wanted.guide,
             stream=stream,

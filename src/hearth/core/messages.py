@@ -223,7 +223,7 @@ class StartRequest(Struct, frozen=True, tag=True):
     model: ModelId
     prompt: tuple[int, ...]
     output: tuple[int, ...]  #: emitted before, on workers that are gone
-    sampling: SamplingParams  #: its seed is drawn; its stop strings are for the gateway
+    sampling: SamplingParams  #: its seed is drawn; without stop strings
     salt: bytes  #: of the group that shares cached prefixes; secret, never logged
     guide: GuideSpec | None = None
     pace: Pace = Pace()

@@ -56,7 +56,7 @@ class Intake:
         _checked_words("stop_token_ids", params.stop_ids, self._vocab_size, BadSampling)
         stops = set(params.stop_ids) | (set() if params.ignore_eos else self._eos_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        resolved = params.resolved(tuple(sorted(stops)), seed)
+        resolved = params.resolved(stop=params.stop_strings, stop_token_ids=tuple(sorted(stops)), seed=seed)
         request = EngineRequest(
             request_id,
             words,
