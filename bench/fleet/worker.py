@@ -2,7 +2,7 @@
 
 An order that no worker could carry out raises AssertionError: a model beyond the budget, one evicted under
 its requests, a request without a slot. Whose weights give way is decided by the code that decides it on a
-real worker (`policy/memory/reclaim.py`, `eviction.py`, `reload_cost.py`). When a load ends or a request is
+real worker (`policy/memory/reclaim.py`, `byte_eviction.py`, `reload_cost.py`). When a load ends or a request is
 done is for whoever drives the worker, and so is whose turn it is where models take turns. KV beyond a promise
 and single steps are not simulated: for that there is `stepped_worker.py`, on the same device.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from hearth.core.types import Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.events import Evict, LoadModel, RungUse, SetHold
 from hearth.policy.fleet.profile import ModelProfile, Promise
-from hearth.policy.memory.eviction import TAKEABLE, Tail, effective_hold, plan_takes
-from hearth.policy.memory.eviction_chain import KvView, TablesView
+from hearth.policy.memory.byte_eviction import TAKEABLE, Tail, effective_hold, plan_takes
+from hearth.policy.memory.eviction_order import KvView, TablesView
 from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import ReclaimOrder, TakeWeights, carry_out
 from hearth.policy.memory.reload_cost import DeviceReloadCosts

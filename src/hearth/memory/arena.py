@@ -33,7 +33,7 @@ from hearth.memory.pool import (
 from hearth.memory.regions import Owner, Use
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange
 from hearth.models.weights import TensorPlace
-from hearth.policy.memory.eviction import TAKEABLE, Tail, plan_takes
+from hearth.policy.memory.byte_eviction import TAKEABLE, Tail, plan_takes
 from hearth.policy.memory.packing import pack
 
 

@@ -16,7 +16,7 @@ from hearth.memory.page_table import PageTable
 from hearth.memory.pages import Pages
 from hearth.memory.pool import EvictionTerms, Holding, Shape
 from hearth.memory.spaces import SpaceAddresses, Spaces
-from hearth.policy.memory.eviction import TAKEABLE, Tail
+from hearth.policy.memory.byte_eviction import TAKEABLE, Tail
 
 
 class SharedChunks:

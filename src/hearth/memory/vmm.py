@@ -23,7 +23,7 @@ from hearth.memory.pool import EvictionTermsOf, KvMemory, PieceMemory, PoolUsage
 from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
 from hearth.models.weights import TensorPlace, contiguous_places
-from hearth.policy.memory.eviction import TAKEABLE, plan_takes
+from hearth.policy.memory.byte_eviction import TAKEABLE, plan_takes
 
 
 class MappedPool:

@@ -17,7 +17,7 @@ from hearth.core.messages import HostModel, ModelLoaded, RungBytes, StartRequest
 from hearth.core.types import Hold, ModelId, RequestId
 from hearth.engine.engine import Engine
 from hearth.memory.pool import Pool, Space
-from hearth.policy.memory.eviction import effective_hold
+from hearth.policy.memory.byte_eviction import effective_hold
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.format.manifest import TOKENIZER
 from hearth.store.transfer.lease_client import OpenedModel

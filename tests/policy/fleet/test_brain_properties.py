@@ -19,9 +19,9 @@ from hearth.policy.fleet.events import (
     RequestArrived,
     WorkerJoined,
 )
-from hearth.policy.fleet.evictions import plan_evictions
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Model, Replica, Worker
+from hearth.policy.fleet.replica_evictions import plan_evictions
 from hearth.policy.fleet.reserved_workers import ReservedWorkers
 from hearth.policy.fleet.routing import ReplicaPlace, choose_place
 from hearth.policy.fleet.serving import reserve_room

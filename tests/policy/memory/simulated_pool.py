@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.adapter_residency import AdapterResidency
-from hearth.policy.memory.eviction import TAKEABLE
-from hearth.policy.memory.eviction_chain import KvView, TablesView
+from hearth.policy.memory.byte_eviction import TAKEABLE
+from hearth.policy.memory.eviction_order import KvView, TablesView
 from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hearth.policy.memory.byte_eviction import EVICTIONS_PER_PRICING, Price, tail_first
 from hearth.policy.memory.chunk_book import ChunkBook, Fill, Full, Hit, Pending
-from hearth.policy.memory.eviction import EVICTIONS_PER_PRICING, Price, tail_first
 
 
 def free_of_charge(digest: str) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hearth.core.types import ChunkId, Rung
-from hearth.policy.memory.eviction import Price
+from hearth.policy.memory.byte_eviction import Price
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.store.tiers.chunk_prices import ChunkPrices
 from hearth.store.tiers.model import StoredModel

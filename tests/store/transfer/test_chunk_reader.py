@@ -16,7 +16,7 @@ from bench import bad_server
 from bench.bad_server import BadServer
 from hearth.core.errors import ChunkCorrupt, ChunkMissing, Unreachable
 from hearth.core.types import Rung
-from hearth.policy.memory.eviction import Price
+from hearth.policy.memory.byte_eviction import Price
 from hearth.store.format.manifest import WEIGHTS
 from hearth.store.tiers.disk import DiskTier
 from hearth.store.tiers.model import StoredModel

@@ -1,8 +1,8 @@
 """All decisions of the control plane: an event goes in, actions come out. Pure: no clock, no randomness.
 
 A request runs where its model has a free slot; else its model is loaded where there is room or idle models
-can be evicted (`routing.py`, `evictions.py`); else it waits (`serving.py`). All consequences of an event
-follow in the same step.
+can be evicted (`routing.py`, `replica_evictions.py`); else it waits (`serving.py`). All consequences of an
+event follow in the same step.
 
 Models that do not fit together may take turns on a worker. The worker decides the turns (`policy/turns`); the
 brain decides which models are hosted where, so that every turn can come.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hearth.core.types import ModelId
 from hearth.policy.fleet.device_bytes import forget_model, free_retired, record_bytes
 from hearth.policy.fleet.events import Action, Evict, ModelStopped, RejectReason
-from hearth.policy.fleet.evictions import price_victim
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Stop
 from hearth.policy.fleet.refusals import explain_outdated, explain_removed, refuse_hopeless, reject
+from hearth.policy.fleet.replica_evictions import price_victim
 
 
 def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:

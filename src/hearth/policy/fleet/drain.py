@@ -15,10 +15,10 @@ from itertools import islice
 
 from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.evictions import Victim, choose_fewest, price_victim
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Footprint
 from hearth.policy.fleet.records import Drain, Model, Replica, Worker
+from hearth.policy.fleet.replica_evictions import Victim, choose_fewest, price_victim
 
 #: Workers that are compared.
 MAX_WORKERS = 8

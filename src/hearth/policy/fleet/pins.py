@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import Action, Evict, RefusePin
-from hearth.policy.fleet.evictions import choose_fewest, find_idle, price_victim
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Replica
 from hearth.policy.fleet.refusals import explain_refused_pin
+from hearth.policy.fleet.replica_evictions import choose_fewest, find_idle, price_victim
 
 
 def grant_pins(fleet: Fleet) -> list[Action]:

@@ -18,11 +18,11 @@ from itertools import chain, islice
 from hearth.core.types import Hold, RequestId, WorkerId
 from hearth.policy.fleet.device_bytes import count_missing_bytes
 from hearth.policy.fleet.events import BrainConfig, Option
-from hearth.policy.fleet.evictions import EvictionPlan, plan_evictions, plan_turn_evictions
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
 from hearth.policy.fleet.refusals import explain_shortage
+from hearth.policy.fleet.replica_evictions import EvictionPlan, plan_evictions, plan_turn_evictions
 from hearth.policy.fleet.reserved_workers import MAX_OPTIONS, ReservedWorkers
 
 #: Other workers that are shown beside the replicas when one of them has a free slot.

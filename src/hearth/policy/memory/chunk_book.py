@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hearth.policy.memory.eviction import EvictionOrder, Price
+from hearth.policy.memory.byte_eviction import EvictionOrder, Price
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from hearth.core.types import AdapterId, ModelId
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.adapter_residency import AdapterResidency
-from hearth.policy.memory.eviction_chain import EvictionChain, ModelBooks
+from hearth.policy.memory.eviction_order import EvictionOrder, ModelBooks
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
@@ -62,7 +62,7 @@ class ReclaimPolicy:
     ) -> None:
         """`keeps_addresses`: the pool maps pages, so any free memory fits anywhere."""
         self._books, self._keeps_addresses, self._adapters = books, keeps_addresses, adapters
-        self._chain = EvictionChain(books, keeps_addresses, adapters)
+        self._order = EvictionOrder(books, keeps_addresses, adapters)
         #: Counts what may have freed memory: KV or tables given back, requests that ended, lower holds.
         self.generation = 0
         self.placing: ModelId | None = None
@@ -101,7 +101,7 @@ class ReclaimPolicy:
     def _free(
         self, num_bytes: int, *, may_preempt: bool, beside: ModelId | None = None, keeps_floor: bool = False
     ) -> Orders:
-        freed = yield from self._chain.free(
+        freed = yield from self._order.free(
             num_bytes, may_preempt=may_preempt, beside=beside, keeps_floor=keeps_floor
         )
         if freed:
@@ -142,7 +142,7 @@ class ReclaimPolicy:
             return 0
         self.placing, freed = model, 0
         try:
-            freed += yield from self._chain.free_adapters(num_bytes)
+            freed += yield from self._order.free_adapters(num_bytes)
             if freed < num_bytes:
                 freed += yield TakeWeights(num_bytes - freed, cost_s_per_byte)
         finally:
@@ -275,7 +275,7 @@ class ReclaimPolicy:
         freed = 0
         while freed < num_bytes:
             kv = self._books.kv_of(model)
-            clearing = self._chain.clear_one(model, kv, may_preempt=False, keeps_floor=True)
+            clearing = self._order.clear_one(model, kv, may_preempt=False, keeps_floor=True)
             if not (num_blocks := (yield from clearing)):
                 break
             freed += num_blocks * kv.block_bytes
@@ -309,7 +309,7 @@ class ReclaimPolicy:
         got_bytes = yield place()
         if got_bytes or not may_take:
             return got_bytes
-        if (yield from self._chain.free_kv(num_bytes, None, may_preempt=False, keeps_floor=True)):
+        if (yield from self._order.free_kv(num_bytes, None, may_preempt=False, keeps_floor=True)):
             got_bytes = yield place()
         for other in () if got_bytes or self._adapters is None else self._adapters.idle():
             yield DropAdapter(other)

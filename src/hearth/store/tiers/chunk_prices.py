@@ -15,8 +15,8 @@ from pathlib import Path
 from threading import Lock
 
 from hearth.core.types import ChunkId, Digest, Rung
+from hearth.policy.memory.byte_eviction import Price, tail_first
 from hearth.policy.memory.demand import Demand
-from hearth.policy.memory.eviction import Price, tail_first
 from hearth.policy.memory.reload_cost import HORIZON_S, ReloadCosts, reload_cost
 from hearth.store.tiers.model import StoredModel
 

@@ -23,7 +23,7 @@ from threading import Lock
 from hearth.core.atomic_file import write_file
 from hearth.core.errors import HearthError, StoreError, StoreFull
 from hearth.core.types import ChunkId
-from hearth.policy.memory.eviction import EvictionOrder, Price
+from hearth.policy.memory.byte_eviction import EvictionOrder, Price
 from hearth.store.format.description import read_description
 from hearth.store.format.file_stamp import FileStamp, is_private, stamp_of
 from hearth.store.format.local_hashes import collect_hashes, forget_hashes, read_hashes, write_hashes

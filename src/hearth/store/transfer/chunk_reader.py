@@ -16,7 +16,7 @@ import xxhash
 
 from hearth.core.errors import ChunkCorrupt, ChunkMissing, HearthError, StoreError, UpstreamChanged
 from hearth.core.types import Rung
-from hearth.policy.memory.eviction import Price
+from hearth.policy.memory.byte_eviction import Price
 from hearth.store.format.manifest import WEIGHTS, digest_of
 from hearth.store.tiers.disk import DiskTier, Location
 from hearth.store.tiers.model import StoredModel

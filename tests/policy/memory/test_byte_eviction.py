@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.core.types import Hold, ModelId
-from hearth.policy.memory.eviction import (
+from hearth.policy.memory.byte_eviction import (
     EVICTIONS_PER_PRICING,
     EvictionOrder,
     Price,

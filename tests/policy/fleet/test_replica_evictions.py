@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hearth.core.types import Hold, ModelId, WorkerId
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.estimates import Estimates
-from hearth.policy.fleet.evictions import EvictionPlan, Victim, choose_fewest, plan_evictions
 from hearth.policy.fleet.profile import Footprint, Promise
 from hearth.policy.fleet.records import Model, Replica, Worker
+from hearth.policy.fleet.replica_evictions import EvictionPlan, Victim, choose_fewest, plan_evictions
 from hearth.policy.memory.reload_cost import ReloadCosts
 from tests.policy.fleet.world import profile
 
