@@ -2,9 +2,9 @@
 
 An order that no worker could carry out raises AssertionError: a model beyond the budget, one evicted under
 its requests, a request without a slot. Whose weights give way is decided by the code that decides it on a
-real worker (`policy/memory/reclaim.py`, `byte_eviction.py`, `reload_cost.py`). When a load ends or a request is
-done is for whoever drives the worker, and so is whose turn it is where models take turns. KV beyond a promise
-and single steps are not simulated: for that there is `stepped_worker.py`, on the same device.
+real worker (`policy/memory/reclaim.py`, `byte_eviction.py`, `reload_cost.py`). The caller says when a load
+ends, when a request is done and, where models take turns, whose turn it is. KV beyond a promise and single
+steps are not simulated: for that there is `stepped_worker.py`, on the same device.
 """
 
 from __future__ import annotations
