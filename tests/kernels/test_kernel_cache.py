@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from hearth.kernels.kernel_cache import (
     MAX_IDLE_S,
     CachedVariant,
     KernelCache,
-    know_compiler,
+    hash_compiler,
     prepare_to_load,
     usage_of,
 )
@@ -157,71 +156,16 @@ def test_the_place_that_kernels_take_is_counted_without_their_lists(cache: Kerne
     assert usage_of(cache.path / "nowhere").num_bytes == 0
 
 
-@pytest.fixture
-def hashing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Have a Triton of two files; returns the names of the threads that hash it."""
-    assert callable(triton.runtime.cache.triton_key), "it has another name in this Triton"
-    names: list[str] = []
-
-    def triton_key() -> str:
-        names.append(threading.current_thread().name)
-        return f"key {len(names)}"
-
-    root = tmp_path / "triton"
-    root.mkdir()
-    (root / "__init__.py").write_text("")
-    (root / "lib.so").write_bytes(b"1")
-    monkeypatch.setattr(triton, "__file__", str(root / "__init__.py"))
-    monkeypatch.setattr(triton.runtime.cache, "triton_key", triton_key)
-    return names
-
-
-def test_the_hash_of_the_compiler_is_found_once_by_a_thread_and_known_to_the_next_process(
-    cache: KernelCache, hashing: list[str]
-) -> None:
-    thread = know_compiler(cache)
-    assert thread is not None
-    thread.join(60.0)
-    assert hashing == ["hearth-hash"]
-    assert know_compiler(cache) is None
-    assert triton.runtime.cache.triton_key() == "key 1"
-    assert hashing == ["hearth-hash"], "it was known"
-
-
-@pytest.mark.parametrize("change", ["content", "new file", "broken"])
-def test_the_hash_of_a_compiler_that_has_changed_is_found_anew(
-    cache: KernelCache, hashing: list[str], tmp_path: Path, change: str
-) -> None:
-    first = know_compiler(cache)
-    assert first is not None, "it is not known"
-    first.join(60.0)
-    match change:
-        case "content":
-            (tmp_path / "triton" / "lib.so").write_bytes(b"2")
-        case "new file":
-            (tmp_path / "triton" / "language").mkdir()
-            (tmp_path / "triton" / "language" / "core.py").write_text("")
-        case _:
-            (cache.path / "compiler.json").write_text("{")
-    thread = know_compiler(cache)
-    assert thread is not None
-    thread.join(60.0)
-    assert hashing == ["hearth-hash"] * 2
-
-
 def test_a_compiler_that_cannot_be_hashed_breaks_nothing(
-    cache: KernelCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def triton_key() -> str:
         raise OSError("no such file")
 
     monkeypatch.setattr(triton.runtime.cache, "triton_key", triton_key)
     with caplog.at_level("INFO"):
-        thread = know_compiler(cache)
-        assert thread is not None
-        thread.join(60.0)
+        hash_compiler()
     assert "compiler_not_hashed reason=OSError('no such file')" in caplog.text
-    assert not (cache.path / "compiler.json").exists()
 
 
 def test_the_version_of_the_compiler_is_known_before_kernels_are_loaded(

@@ -3,7 +3,6 @@
     ENTRY/...           Triton's: a compiled variant, or the C code that launches it
     lists/KEY.json      the variants of one model under one configuration, once all of them are compiled
     lists/KEY.lock      held by the process that compiles them
-    compiler.json       Triton's hash of itself, which is part of the names of entries
     NAME-KEY.so         a C file of Hearth, compiled (`system/native_code.py`)
 
 Triton looks an entry up only at a launch. A list names all entries of a model, so that they are loaded before
@@ -13,7 +12,6 @@ its first step. Entries are code: only the owner may write here.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -21,7 +19,6 @@ import secrets
 import shutil
 import stat
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,7 +35,6 @@ from hearth.kernels.variants import Variant
 #: Triton's own setting of the directory; it wins over Hearth's.
 _TRITONS_VARIABLE = "TRITON_CACHE_DIR"
 _LISTS = "lists"
-_COMPILER = "compiler.json"
 #: Entries that were not loaded for so long are removed.
 MAX_IDLE_S = 30 * 86400.0
 
@@ -193,44 +189,10 @@ def _set_up_triton(path: Path) -> None:
         knobs.propagate_env = before
 
 
-def know_compiler(cache: KernelCache) -> threading.Thread | None:
-    """Give Triton the hash of itself that an earlier process has computed; entries are named by it. Triton
-    reads 500 MB of its own files to compute it: the first kernel would wait 0.4 s. If it is not known, or a
-    file has changed since, a thread computes and keeps it; that thread is returned. Touches no device.
-    """
-    if not HAS_TRITON:
-        return None
+def hash_compiler() -> None:
+    """Have Triton hash itself, once in a process: entries are named by it. Takes 0.4 s, touches no device."""
     try:
-        known = json.loads((cache.path / _COMPILER).read_bytes())
-        if known["state"] == _compiler_state() and isinstance(key := known["key"], str):
-            triton.runtime.cache.triton_key = lambda: key  # as Triton does for processes that it starts
-            return None
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("compiler_hash_broken reason=%r", error)
-    thread = threading.Thread(target=_hash_compiler, args=(cache,), name="hearth-hash", daemon=True)
-    thread.start()
-    return thread
-
-
-def _compiler_state() -> str:
-    found = hashlib.sha256()
-    for directory, names, files in os.walk(Path(triton.__file__).parent, followlinks=True):
-        names.sort()
-        for name in sorted(files):
-            if name.endswith((".py", ".so")):
-                path = os.path.join(directory, name)
-                one = os.stat(path)
-                state = (path, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino, one.st_dev)
-                found.update(repr(state).encode())
-    return found.hexdigest()
-
-
-def _hash_compiler(cache: KernelCache) -> None:
-    try:
-        state = _compiler_state()  # before the hash: a later change of a file is then noticed
-        _write_json(cache.path / _COMPILER, {"state": state, "key": triton.runtime.cache.triton_key()})
+        triton.runtime.cache.triton_key()  # keeps the hash
     except (AttributeError, OSError) as error:  # the first kernel fails alike, or does not need it
         log.info("compiler_not_hashed reason=%r", error)
 

@@ -26,7 +26,7 @@ from hearth.core.errors import DeviceError, HearthError, SnapshotError
 from hearth.core.messages import WorkerFarewell, WorkerSetup
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
-from hearth.kernels.kernel_cache import KernelCache, know_compiler
+from hearth.kernels.kernel_cache import KernelCache, hash_compiler
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.transfer.lease_client import LeaseClient
@@ -111,7 +111,8 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     times.note("keeper")
     cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
     if cache is not None:
-        know_compiler(cache)
+        # While the device starts.
+        threading.Thread(target=hash_compiler, name="hearth-hash", daemon=True).start()
         native_calls(cache.path)  # before the first use of the driver compiles it without a cache
     runtime = start(setup, config, times)
     first_tokens, launches = FirstTokens(), StepLaunches()
