@@ -16,7 +16,7 @@ from hearth.core.types import Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.events import Evict, LoadModel, RungUse, SetHold
 from hearth.policy.fleet.profile import ModelProfile, Promise
 from hearth.policy.memory.byte_eviction import TAKEABLE, Tail, effective_hold, plan_takes
-from hearth.policy.memory.eviction_order import KvView, TablesView
+from hearth.policy.memory.device_eviction import KvView, TablesView
 from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import ReclaimOrder, TakeWeights, carry_out
 from hearth.policy.memory.reload_cost import DeviceReloadCosts

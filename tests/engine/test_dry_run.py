@@ -85,16 +85,6 @@ def test_a_compiler_that_crashes_is_told_of_and_not_waited_for(report: Report) -
     assert report["crash"] == "told"
 
 
-@pytest.mark.parametrize("model", ["plain", "odd"])
-def test_launches_of_one_key_are_one_variant_to_triton(report: Report, model: str) -> None:
-    assert report[model]["keys"]
-    assert report[model]["ambiguous"] == 0
-
-
-def test_a_kernel_that_was_launched_before_is_launched_again_just_so_but_past_triton(report: Report) -> None:
-    assert report["launches"] == {"same": True, "direct": True, "apart": True}
-
-
 def test_models_that_differ_in_depth_alone_share_a_list() -> None:
     keys = set()
     for num_layers in (4, 40):

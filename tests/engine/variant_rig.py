@@ -17,7 +17,6 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +31,7 @@ from hearth.core.sizes import StepLimits
 from hearth.core.types import AdapterId, RequestId, SamplingParams
 from hearth.engine.compile import compile_each, list_key
 from hearth.engine.dry_run import KernelNeeds, dry_run, dry_runner
-from hearth.kernels import jit, lora_expand
-from hearth.kernels.activation import activate_triton
+from hearth.kernels import lora_expand
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.kernel_cache import CachedVariant, KernelCache
 from hearth.kernels.variants import TargetDriver, Variant, recording
@@ -81,20 +79,18 @@ def main(directory: Path) -> None:
         needs = KernelNeeds.of(arch, "bfloat16", quant, LIMITS, 132, 90)
         with recording() as foreseen:
             dry_run(needs)
-        with recording() as asked, launch_keys() as variants_by_key:
+        with recording() as asked:
             # All layers, and another context: no variant may depend on that.
             serve(replace(needs, arch=replace(arch, max_positions=500)), seed=len(name))
         found[name] = foreseen
         report[name] = {
             "foreseen": len(foreseen),
             "asked": len(asked),
-            "keys": len(variants_by_key),
-            "ambiguous": sum(len(variants) > 1 for variants in variants_by_key.values()),
             "unforeseen": sorted(f"{one.kernel} {one.specialization}" for one in asked - foreseen),
             "allocating": allocating(needs),
         }
     report["cache"] = keep(directory, needs, found["plain"])
-    report["launches"] = launches()
+    LoadingDriver().activate()
     report["cut_short"] = [
         cut_short(directory, list_key(needs), pattern) for pattern in ("*.cubin", "_act*.json")
     ]
@@ -107,29 +103,6 @@ def hashed_late() -> list[str]:
     Variant(lora_expand.__name__, "_expand_kernel", "{}")._function()
     kernels = [one for one in vars(lora_expand).values() if isinstance(one, triton.runtime.JITFunction)]
     return [one.__name__ for one in kernels if one.hash is None]
-
-
-@contextmanager
-def launch_keys() -> Iterator[dict[object, set[str]]]:
-    """Collect the variants, by Triton's own names, that launches ask for under each key of ours."""
-    variants_by_key: dict[object, set[str]] = {}
-    keys: list[object] = []
-    runtime, key_of = triton.knobs.runtime, jit.launch_key
-    note = runtime.jit_cache_hook
-
-    def noted_key(*args: Any) -> tuple[object, ...]:
-        keys[:] = [key := key_of(*args)]
-        return key
-
-    def note_both(*, fn: Any, compile: dict[str, Any], **rest: object) -> bool:
-        variants_by_key.setdefault(keys[0], set()).add(f"{fn.name} {compile['key']}")
-        return bool(note(fn=fn, compile=compile, **rest))
-
-    jit.launch_key, runtime.jit_cache_hook = noted_key, note_both
-    try:
-        yield variants_by_key
-    finally:
-        jit.launch_key, runtime.jit_cache_hook = key_of, note
 
 
 class NotedAllocations(TorchDispatchMode):
@@ -170,12 +143,11 @@ def allocating(needs: KernelNeeds) -> list[str]:
     return sorted(noted.names)
 
 
-class NotingDriver(TargetDriver):
-    """A device that runs nothing and notes what it is told to launch."""
+class LoadingDriver(TargetDriver):
+    """A device that loads kernels and runs none."""
 
     def __init__(self) -> None:
         super().__init__(90)
-        self.launched: list[tuple[object, ...]] = []
         properties = {"max_shared_mem": 1 << 20}
         self.utils = SimpleNamespace(
             load_binary=load_binary,
@@ -184,30 +156,7 @@ class NotingDriver(TargetDriver):
         )
 
     def launcher_cls(self, source: object, metadata: object) -> object:
-        return lambda *call: self.launched.append(call)
-
-
-def launches() -> dict[str, object]:
-    """Launch a kernel, which has been compiled, as Triton does at first and as we do from then on."""
-    driver = NotingDriver()
-    driver.activate()
-    memory = torch.zeros(2000, dtype=torch.bfloat16)
-    for begin in (0, 0, 1, 1):
-        activate_triton(
-            memory[begin : begin + 768].view(1, 768), "silu", gated=True, out=memory[1000:1384][None]
-        )
-    first, again, skewed, skewed_again = driver.launched
-
-    def told(call: tuple[object, ...]) -> list[object]:
-        """All but what hooks are told, tensors by their addresses."""
-        kept = (*call[:6], *call[9:])
-        return [part.data_ptr() if isinstance(part, torch.Tensor) else part for part in kept]
-
-    return {
-        "same": told(first) == told(again) and told(skewed) == told(skewed_again),
-        "direct": again[6:9] == skewed_again[6:9] == (None, None, None) != first[6:9],
-        "apart": first[4] != skewed[4],
-    }
+        return lambda *call: None
 
 
 def load_binary(name: str, binary: bytes, *_: object) -> tuple[object, ...]:

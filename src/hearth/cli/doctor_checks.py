@@ -16,7 +16,6 @@ from hearth.core.config import CPU_HOST_BYTES, StoreConfig
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.kernels.jit import HAS_TRITON, triton
 from hearth.kernels.kernel_cache import CacheUsage, KernelCache, usage_of
-from hearth.kernels.launch_cache import launch_obstacle
 from hearth.kernels.prefill_hopper import gluon_obstacle, is_hopper
 from hearth.snapshot.native_rebuild import native_obstacle
 from hearth.store.tiers.read_hashed import is_native
@@ -79,8 +78,6 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
     else:
         if (obstacle := capture_obstacle(torch.__version__)) is not None:
             notes.append(f"{obstacle}: steps run without CUDA graphs; install `hearth-inference[gpu]`")
-        if (obstacle := launch_obstacle(triton.__version__)) is not None:
-            notes.append(f"slow kernel launches: {obstacle}; install `hearth-inference[gpu]`")
         if is_hopper() and (obstacle := gluon_obstacle()) is not None:
             notes.append(f"{obstacle}: long prompts are slower; install `hearth-inference[gpu]`")
     found, of_service = _store(store), _store(replace(store, path=str(data_dir)))

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hearth.kernels.launch_cache import LaunchCache, launch_key
-
 try:
     import triton
     import triton.language as tl
@@ -101,18 +99,15 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
     (`overlap.py`), unless False is given for it; any other starts when the one before it has ended. The first
     argument is a tensor. If it is a meta tensor, the kernel is compiled and not run.
     """
-    out, launches, overlaps = args[0], _launches(), can_overlap()
+    out = args[0]
     assert isinstance(out, torch.Tensor), f"{type(out)=}"
-    key = launch_key(kernel, args, options, overlaps)
-    if launches.launch(key, grid, args):
-        return
     hash_kernels(kernel.__module__)
-    if "OVERLAPS" in kernel.arg_names and options.setdefault("OVERLAPS", overlaps):
+    if "OVERLAPS" in kernel.arg_names and options.setdefault("OVERLAPS", can_overlap()):
         options["launch_pdl"] = True
     if out.is_meta:
         kernel.warmup(*args, grid=tuple(grid), **options)
     else:
-        launches.remember(key, kernel, kernel[tuple(grid)](*args, **options), len(args), options)
+        kernel[tuple(grid)](*args, **options)
 
 
 @cache
@@ -129,11 +124,6 @@ def hash_kernels(module: str) -> None:
             if member.__module__ != module:
                 hash_kernels(member.__module__)
             _ = member.cache_key
-
-
-@cache
-def _launches() -> LaunchCache:
-    return LaunchCache(triton)
 
 
 def can_overlap() -> bool:

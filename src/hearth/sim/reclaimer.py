@@ -12,7 +12,7 @@ from typing import assert_never
 from hearth.core.types import Hold, ModelId
 from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.memory.byte_eviction import TAKEABLE, Tail, effective_hold, plan_takes
-from hearth.policy.memory.eviction_order import KvView, TablesView
+from hearth.policy.memory.device_eviction import KvView, TablesView
 from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,

@@ -13,7 +13,7 @@ from hearth.engine.engine import Engine, StepOutcome
 from hearth.memory.pool import EvictionTerms, EvictionTermsOf, Pool, Space
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.byte_eviction import TAKEABLE
-from hearth.policy.memory.eviction_order import KvView, TablesView
+from hearth.policy.memory.device_eviction import KvView, TablesView
 from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,

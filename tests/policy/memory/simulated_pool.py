@@ -11,7 +11,7 @@ from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.byte_eviction import TAKEABLE
-from hearth.policy.memory.eviction_order import KvView, TablesView
+from hearth.policy.memory.device_eviction import KvView, TablesView
 from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from hearth.core.types import AdapterId, ModelId
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.adapter_residency import AdapterResidency
-from hearth.policy.memory.eviction_order import EvictionOrder, ModelBooks
+from hearth.policy.memory.device_eviction import DeviceEviction, ModelBooks
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
@@ -62,7 +62,7 @@ class ReclaimPolicy:
     ) -> None:
         """`keeps_addresses`: the pool maps pages, so any free memory fits anywhere."""
         self._books, self._keeps_addresses, self._adapters = books, keeps_addresses, adapters
-        self._order = EvictionOrder(books, keeps_addresses, adapters)
+        self._order = DeviceEviction(books, keeps_addresses, adapters)
         #: Counts what may have freed memory: KV or tables given back, requests that ended, lower holds.
         self.generation = 0
         self.placing: ModelId | None = None

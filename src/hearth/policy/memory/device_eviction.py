@@ -66,7 +66,7 @@ class ModelBooks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EvictionOrder:
+class DeviceEviction:
     """Reads the books and changes nothing; the orders do."""
 
     books: ModelBooks
