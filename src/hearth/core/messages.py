@@ -104,6 +104,8 @@ class KeeperSetup(Struct, frozen=True):
     disk_bytes: int | None
     host_bytes: int
     log_level: str
+    agent_socket: str | None = None  #: where it asks for chunks of other nodes; None: there are none
+    credentials: str | None = None  #: the directory of this node's certificate and key; None: no cluster
 
 
 class KeeperPulse(Struct, frozen=True):

@@ -17,6 +17,10 @@ Digest = NewType("Digest", str)  #: BLAKE3 in hexadecimal
 AdapterId = NewType("AdapterId", str)  #: digest of the adapter's manifest
 ChunkId = NewType("ChunkId", str)  #: `DIGEST-NUM_BYTES`
 WorkerId = NewType("WorkerId", str)  #: one life of a worker process
+NodeId = NewType("NodeId", str)  #: one life of a machine in the cluster
+
+#: The node of the head, the machine that runs the gateway.
+LOCAL = NodeId("local")
 
 
 class Rung(StrEnum):
@@ -24,7 +28,16 @@ class Rung(StrEnum):
 
     HOST = "host"
     DISK = "disk"
+    PEER = "peer"  #: host memory or disk of another node
     OBJECT = "object"
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where bytes are."""
+
+    node: NodeId
+    rung: Rung
 
 
 class Hold(IntEnum):

@@ -177,10 +177,11 @@ def _check(measured: MeasuredProfile, where: str) -> None:
     names = [shape.name for shape in measured.shapes]
     if len(set(names)) < len(names):
         raise ConfigError(f"{where}: `shapes` names a model twice: {', '.join(names)}")
-    for rung in Rung:
+    rungs = [rung for rung in Rung if rung is not Rung.PEER]  # a profile is of one machine
+    for rung in rungs:
         if rung not in measured.bytes_per_s:
             raise ConfigError(
-                f"{where}: `bytes_per_s` lacks `{rung}`; each of {', '.join(Rung)} needs a rate"
+                f"{where}: `bytes_per_s` lacks `{rung}`; each of {', '.join(rungs)} needs a rate"
             )
     for shape in measured.shapes:
         for step in shape.steps:

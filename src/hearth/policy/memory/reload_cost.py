@@ -17,7 +17,7 @@ from hearth.policy.memory.demand import Demand
 HORIZON_S = 600.0
 #: Bytes per second that a rung is taken to deliver until it has shown its own speed.
 PRIOR_BYTES_PER_S: Mapping[Rung, float] = MappingProxyType(
-    {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.OBJECT: 0.2e9}
+    {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.PEER: 1e9, Rung.OBJECT: 0.2e9}
 )
 _FROM_HOST: Mapping[Rung, float] = MappingProxyType({Rung.HOST: 1.0})
 #: A paused model that is due sooner counts as due then.
@@ -105,7 +105,7 @@ class ReloadCosts:
             self.moved(rung, bytes_by_rung[rung], seconds)
 
     def bytes_per_s(self, rung: Rung) -> float:
-        return self.rates[rung].bytes_per_s or self.priors[rung]
+        return self.rates[rung].bytes_per_s or self.priors.get(rung, PRIOR_BYTES_PER_S[rung])
 
     def measured_rates(self) -> dict[Rung, float]:
         rates = {rung: rate.bytes_per_s for rung, rate in self.rates.items()}
@@ -120,10 +120,12 @@ class ReloadCosts:
             return num_bytes / self.bytes_per_s(Rung.DISK)
         host_bytes = min(num_bytes, bytes_by_rung.get(Rung.HOST, 0))
         disk_bytes = min(num_bytes - host_bytes, bytes_by_rung.get(Rung.DISK, 0))
-        object_bytes = num_bytes - host_bytes - disk_bytes
+        peer_bytes = min(num_bytes - host_bytes - disk_bytes, bytes_by_rung.get(Rung.PEER, 0))
+        object_bytes = num_bytes - host_bytes - disk_bytes - peer_bytes
         return (
             host_bytes / self.bytes_per_s(Rung.HOST)
             + disk_bytes / self.bytes_per_s(Rung.DISK)
+            + peer_bytes / self.bytes_per_s(Rung.PEER)
             + object_bytes / self.bytes_per_s(Rung.OBJECT)
         )
 
