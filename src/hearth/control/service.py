@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,6 +24,7 @@ from hearth.control.keeper_reports import KeeperReports
 from hearth.control.keys.key_admission import KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys, is_loopback
+from hearth.control.link_receiver import LinkReceiver
 from hearth.control.observe.access_log import LINE_FORMATS, AccessLog
 from hearth.control.observe.exchange_record import ExchangeRecord
 from hearth.control.observe.log_rotation import LogRotation
@@ -39,7 +39,7 @@ from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
 from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
-from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
+from hearth.core.messages import KeeperSetup, WorkerSetup
 from hearth.core.types import Pace, WorkerId
 from hearth.node.devices import Devices
 from hearth.node.process_log import ProcessLog, logs_to_stderr
@@ -48,7 +48,7 @@ from hearth.node.supervisor import Supervisor, seat_index
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_link import WorkerLink
 from hearth.node.worker_template import WorkerTemplate
-from hearth.policy.fleet.events import BrainConfig, ModelDeployed
+from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.keeper_client import KeeperClient
@@ -118,7 +118,7 @@ async def running(
         encoder = PromptEncoder(service.template_s)
         stack.callback(encoder.close)
         socket = _keeper_socket(data_dir, stack)
-        receiver = _LinkReceiver(catalog, driver, decoder)
+        receiver = LinkReceiver(catalog, driver, decoder)
         server = await asyncio.get_running_loop().create_server(
             lambda: WorkerLink(receiver.secret, receiver.expects, receiver), "127.0.0.1", 0
         )
@@ -242,31 +242,6 @@ def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
             f"`hearth keys add NAME --api-keys-file {path}`, or leave the setting out"
         )
     return keys
-
-
-class _LinkReceiver:
-    def __init__(self, catalog: Catalog, driver: Driver, decoder: FactDecoder) -> None:
-        self.secret = secrets.token_bytes(32)
-        self.supervisor: Supervisor | None = None  #: set before a worker can connect
-        self._catalog, self._driver, self._decoder = catalog, driver, decoder
-
-    def expects(self, worker: WorkerId) -> bool:
-        return self.supervisor is not None and self.supervisor.expects(worker)
-
-    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
-        assert self.supervisor is not None, "no worker is expected before"
-        self.supervisor.joined(link, hello)
-        for entry in self._catalog.fit(hello.budget_bytes):  # before a request is sent there
-            self._driver.post(ModelDeployed(self._driver.now_s, entry.profile))
-        self._driver.joined(link, hello)
-
-    def received(self, link: WorkerLink, body: bytes) -> None:
-        self._decoder.decode(link, body)
-
-    def left(self, link: WorkerLink) -> None:
-        assert self.supervisor is not None, "no worker is expected before"
-        self.supervisor.left(link)
-        self._decoder.left(link)
 
 
 def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:
