@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from hearth.control.datadir import DataDir
@@ -21,6 +20,7 @@ from hearth.control.keeper_reports import KeeperReports
 from hearth.control.keys.key_admission import KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys
+from hearth.control.nodes import Nodes
 from hearth.control.observe.exchange_record import ExchangeRecord
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
@@ -35,13 +35,12 @@ from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
 from hearth.core.beacon import Beacon
 from hearth.core.config import HearthConfig, ModelConfig
-from hearth.core.messages import Fact, KeeperSetup, Order, StepDone, WorkerHello
+from hearth.core.messages import Fact, Order, StepDone, WorkerEnded, WorkerHello
 from hearth.core.types import FinishReason, ModelId, SamplingParams, WorkerId
-from hearth.node.processes import Vigilance
-from hearth.node.supervisor import Supervisor
+from hearth.node.devices import Devices
+from hearth.node.local_node import LocalNode
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
-from hearth.store.keeper_client import KeeperClient
 
 CONTEXT = 32
 WORKER = WorkerId("w0")
@@ -62,6 +61,10 @@ class RecordingLink:
 
     def consumed(self, num_bytes: int) -> None:
         pass
+
+    def ending(self) -> WorkerEnded:
+        signs = self.beacon.read()
+        return WorkerEnded(self.why_killed or "died", signs.model, signs.runs)
 
 
 class GatewayRig:
@@ -84,11 +87,10 @@ class GatewayRig:
         self.driver = Driver(
             Fleet(brain), self.journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders
         )
-        nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
-        self.supervisor = Supervisor(
-            lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None, self.driver.fail_all
-        )
-        keeper = KeeperClient(Path("/nowhere"))
+        fail_all = self.driver.fail_all
+        local = LocalNode(config, Devices("cpu", (0,), 1), data_dir.path, None, None, fail_all)  # type: ignore[arg-type] # no worker connects
+        self.supervisor, keeper = local.supervisor, local.keeper
+        nodes = Nodes(local)
         deployments = Deployments(self.registry, catalog, self.driver, keeper, data_dir)
         self.keeper = KeeperReports(keeper, catalog, self.driver)
         self.usage = KeyUsage(data_dir.usage_path, ApiKeys(data_dir.keys_path).ids, metrics)
@@ -96,14 +98,14 @@ class GatewayRig:
             deployments=deployments,
             prompts=Prompts(deployments, self.encoder),
             views=ServiceViews(
-                deployments, self.driver, observer, pools, self.keeper, self.supervisor, metrics, kind="cpu"
+                deployments, self.driver, observer, pools, self.keeper, nodes, metrics, kind="cpu"
             ),
             keys=ApiKeys(data_dir.keys_path),
             admissions=KeyAdmissions(self.usage, metrics, lambda: self.driver.now_s),
             driver=self.driver,
             observer=observer,
             snapshots=snapshots,
-            supervisor=self.supervisor,
+            nodes=nodes,
             keeper=self.keeper,
             metrics=metrics,
             drain_s=config.service.drain_s,

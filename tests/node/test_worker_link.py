@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from hearth.core import wire
 from hearth.core.messages import VERSION, Fact, Ping, Pong, WorkerHello
 from hearth.core.types import WorkerId
-from hearth.node import worker_link as link_module
+from hearth.node import link as link_module
+from hearth.node.link import Link
 from hearth.node.worker_link import WorkerLink
 
 SECRET = b"s" * 32
@@ -20,24 +21,24 @@ class Record:
     """A receiver that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.joined_links: list[WorkerLink] = []
+        self.joined_links: list[Link] = []
         self.bodies: list[bytes] = []
-        self.left_links: list[WorkerLink] = []
+        self.left_links: list[Link] = []
         self.changed = asyncio.Event()
 
-    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
+    def joined(self, link: Link, hello: WorkerHello) -> None:
         self.joined_links.append(link)
         self.changed.set()
 
-    def received(self, link: WorkerLink, body: bytes) -> None:
+    def received(self, link: Link, body: bytes) -> None:
         self.bodies.append(body)
         self.changed.set()
 
-    def left(self, link: WorkerLink) -> None:
+    def left(self, link: Link) -> None:
         self.left_links.append(link)
         self.changed.set()
 
-    async def until(self, count: int, of: list[WorkerLink] | list[bytes]) -> None:
+    async def until(self, count: int, of: list[Link] | list[bytes]) -> None:
         while len(of) < count:
             self.changed.clear()
             await self.changed.wait()

@@ -25,7 +25,7 @@ from hearth.control.snapshots import Snapshots
 from hearth.core import errors, messages
 from hearth.core.errors import HearthError
 from hearth.core.types import AdapterId, FinishReason, ModelId, RequestId, WorkerId
-from hearth.node.worker_link import WorkerLink
+from hearth.node.link import Link
 from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import Action, Event, RejectReason
@@ -82,7 +82,7 @@ class Driver:
         self._journal, self._observer, self._pools, self._snapshots = journal, observer, pools, snapshots
         self._host_order, self._prepare_orders = host_order, prepare_orders
         self._sinks: list[Sink] = [observer.observe]
-        self._links: dict[WorkerId, WorkerLink] = {}
+        self._links: dict[WorkerId, Link] = {}
         #: The number of each stay of a model on a worker. Facts of an earlier stay have another number.
         self._hostings: dict[tuple[WorkerId, ModelId], int] = {}
         self._answered: set[tuple[WorkerId, ModelId]] = set()  #: stays in which tokens were made
@@ -292,7 +292,7 @@ class Driver:
         if self.fleet.workers[worker].kind == "cuda":  # a CPU runs no kernels that are compiled
             self._send(worker, order)
 
-    def joined(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
+    def joined(self, link: Link, hello: messages.WorkerHello) -> None:
         self._links[hello.worker] = link
         self._pools.joined(hello.worker, link)
         self._snapshots.joined(hello.worker, link)
@@ -354,6 +354,8 @@ class Driver:
             case messages.Pong():
                 self._pools.received(worker, fact, now_s)
                 self._observer.pool_reported(now_s, worker, fact)
+            case messages.WorkerEnded():
+                decoded.link.ended = fact
             case messages.WorkerHello():
                 decoded.link.abort()
             case _:
@@ -448,20 +450,20 @@ class Driver:
                 self.requests.detach(worker, model)
                 self.post(events.ModelFailed(now_s, worker, model, fact.reason))
 
-    def _worker_lost(self, now_s: float, worker: WorkerId, link: WorkerLink) -> None:
+    def _worker_lost(self, now_s: float, worker: WorkerId, link: Link) -> None:
         del self._links[worker]
         self._pools.lost(worker)
         self._snapshots.lost(worker)
         for key in [key for key in self._hostings if key[0] == worker]:
             del self._hostings[key]
-        signs = None if link.beacon is None else link.beacon.read()
-        culprit = None if signs is None else signs.model
-        in_step = None if signs is None or signs.runs is None else self._request_ids(signs.runs)
+        ending = link.ending()
+        culprit = ending.model
+        in_step = None if ending.runs is None else self._request_ids(ending.runs)
         self.requests.detach(worker)
-        has_answered = (worker, culprit) in self._answered
+        is_lost_with_node = culprit is None and in_step == ()  # which says nothing about its models
+        has_answered = (worker, culprit) in self._answered or is_lost_with_node
         self._answered = {stay for stay in self._answered if stay[0] != worker}
-        reason = link.why_killed or "died"
-        self.post(events.WorkerLost(now_s, worker, culprit, has_answered, reason, in_step))
+        self.post(events.WorkerLost(now_s, worker, culprit, has_answered, ending.reason, in_step))
 
     def _request_ids(self, runs: Sequence[int]) -> tuple[RequestId, ...]:
         return tuple(self.requests.by_run[run].request_id for run in runs if run in self.requests.by_run)

@@ -21,6 +21,7 @@ from hearth.control.driver import Driver
 from hearth.control.keeper_reports import KeeperReports
 from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.keys.keys import ApiKeys
+from hearth.control.nodes import Nodes
 from hearth.control.observe.exchange_record import ExchangeRecord, current_exchange
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
@@ -38,7 +39,6 @@ from hearth.control.snapshots import Snapshots
 from hearth.core.errors import ConfigError, HearthError, RequestError, ServiceError, ShuttingDown
 from hearth.core.messages import SnapshotProgress
 from hearth.core.types import ModelId, Pace, RequestId, Rung, SamplingParams, SnapshotPhase
-from hearth.node.supervisor import Supervisor
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
@@ -71,7 +71,7 @@ class Gateway:
         driver: Driver,
         observer: Observer,
         snapshots: Snapshots,
-        supervisor: Supervisor,
+        nodes: Nodes,
         keeper: KeeperReports,
         metrics: Metrics,
         drain_s: float,
@@ -81,7 +81,7 @@ class Gateway:
         self.keys, self.admissions = keys, admissions
         self.admin_token = secrets.token_urlsafe(32)
         self._driver, self._observer, self._snapshots = driver, observer, snapshots
-        self._supervisor, self._keeper, self._metrics = supervisor, keeper, metrics
+        self._nodes, self._keeper, self._metrics = nodes, keeper, metrics
         self._drain_s, self._exchange_sinks = drain_s, exchange_sinks
         #: Groups get their salts from it. Not stored: cached prefixes end with the service, too.
         self._salt_secret = secrets.token_bytes(SALT_BYTES)
@@ -281,7 +281,7 @@ class Gateway:
         await self._driver.requests.wait_empty()
 
     async def refused(self) -> ConfigError:
-        return await asyncio.shield(self._supervisor.refusal)
+        return await asyncio.shield(self._nodes.local.supervisor.refusal)
 
     def end_all(self, error: HearthError | None = None) -> None:
         self._driver.requests.is_draining = True
@@ -292,7 +292,7 @@ class Gateway:
     def _refuse_when_closed(self) -> None:
         if self._driver.requests.is_draining:
             raise ShuttingDown("the service is shutting down and takes no new requests; ask another one")
-        if (outage := self._supervisor.outage()) is not None:
+        if (outage := self._nodes.outage()) is not None:
             raise outage
 
     def _current(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -25,6 +24,7 @@ from hearth.control.keys.key_admission import KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys, is_loopback
 from hearth.control.link_receiver import LinkReceiver
+from hearth.control.nodes import Nodes
 from hearth.control.observe.access_log import LINE_FORMATS, AccessLog
 from hearth.control.observe.exchange_record import ExchangeRecord
 from hearth.control.observe.log_rotation import LogRotation
@@ -39,22 +39,16 @@ from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
 from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
-from hearth.core.messages import KeeperSetup, WorkerSetup
-from hearth.core.types import Pace, WorkerId
+from hearth.core.types import Pace
 from hearth.node.devices import Devices
+from hearth.node.local_node import LocalNode
 from hearth.node.process_log import ProcessLog, logs_to_stderr
-from hearth.node.processes import Vigilance
-from hearth.node.supervisor import Supervisor, seat_index
+from hearth.node.supervisor import seat_index
 from hearth.node.template_process import TemplateProcess
-from hearth.node.worker_link import WorkerLink
 from hearth.node.worker_template import WorkerTemplate
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.store.keeper_client import KeeperClient
-
-#: Longer paths do not fit the address of a Unix socket.
-MAX_SOCKET_PATH_BYTES = 100
 
 log = logging.getLogger(__name__)
 
@@ -117,13 +111,7 @@ async def running(
         stack.callback(decoder.close)
         encoder = PromptEncoder(service.template_s)
         stack.callback(encoder.close)
-        socket = _keeper_socket(data_dir, stack)
         receiver = LinkReceiver(catalog, driver, decoder)
-        server = await asyncio.get_running_loop().create_server(
-            lambda: WorkerLink(receiver.secret, receiver.expects, receiver), "127.0.0.1", 0
-        )
-        stack.callback(server.close)
-        port: int = server.sockets[0].getsockname()[1]
         process_log = ProcessLog(data_dir.log_path, to_stderr=logs_to_stderr())
         stack.callback(process_log.close)
         stack.push_async_callback(LogRotation(data_dir.log_path).close)
@@ -141,38 +129,29 @@ async def running(
             exchange_sinks.append(access_log.write)
         count_spawned = metrics.fallbacks.labels("template").inc
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
-        supervisor = Supervisor(
-            setup_of=_worker_setups(config, devices, receiver.secret, port, socket, data_dir),
-            keeper=KeeperSetup(
-                socket=str(socket),
-                kind=devices.kind,
-                path=str(data_dir.path),
-                disk_bytes=config.store.disk_bytes,
-                host_bytes=config.store.host_bytes,
-                log_level=config.log.level,
-            ),
-            num_workers=devices.num_workers,
-            vigilance=Vigilance(service.start_s, service.heartbeat_s, service.max_missed),
-            errors=process_log.fd,
-            on_outage=driver.fail_all,
-            template=template,
+        local = LocalNode(
+            config, devices, data_dir.path, process_log.fd, receiver, lambda _: fail_if_out(), template
         )
-        receiver.supervisor = supervisor
-        stack.push_async_callback(supervisor.close)
+        nodes = Nodes(local)
+
+        def fail_if_out() -> None:
+            if (outage := nodes.outage()) is not None:
+                driver.fail_all(outage)
+
+        stack.push_async_callback(local.close)
         # Only while workers import their modules: later it would delay the tokenizers of requests.
         pinned_first = sorted(catalog.entries(), key=lambda entry: not entry.config.pinned)
         reading = asyncio.create_task(
             encoder.read_ahead((entry.deployed for entry in pinned_first), lambda: not driver.fleet.workers)
         )
         stack.callback(reading.cancel)
-        await supervisor.start()
-        if not supervisor.keeper.reads_natively:
+        await local.start()
+        if not local.supervisor.keeper.reads_natively:
             metrics.fallbacks.labels("interpreted_reads").inc()
-        keeper = KeeperClient(socket)
-        reports = KeeperReports(keeper, catalog, driver)
+        reports = KeeperReports(local.keeper, catalog, driver)
         stack.push_async_callback(reports.close)
         driver.add_sink(reports.observe)
-        deployments = Deployments(registry, catalog, driver, keeper, data_dir, process_log.fd)
+        deployments = Deployments(registry, catalog, driver, local.keeper, data_dir, process_log.fd)
         keys = keys_of(service, data_dir)
         usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
         stack.push_async_callback(usage.close)
@@ -185,7 +164,7 @@ async def running(
             observer=observer,
             pools=pools,
             keeper=reports,
-            supervisor=supervisor,
+            nodes=nodes,
             metrics=metrics,
             kind=devices.kind,
             notes=lambda: (*(one.note for one in noting if one.note is not None), *snapshots.notes),
@@ -199,7 +178,7 @@ async def running(
             driver=driver,
             observer=observer,
             snapshots=snapshots,
-            supervisor=supervisor,
+            nodes=nodes,
             keeper=reports,
             metrics=metrics,
             drain_s=service.drain_s,
@@ -242,39 +221,3 @@ def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
             f"`hearth keys add NAME --api-keys-file {path}`, or leave the setting out"
         )
     return keys
-
-
-def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:
-    """Return a socket path of this life of the service: the keeper of one that was killed may linger."""
-    for stale in data_dir.run_path.glob("keeper-*.sock"):
-        stale.unlink(missing_ok=True)
-    path = data_dir.run_path / f"keeper-{os.getpid()}.sock"
-    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
-        return path
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-"))) / "keeper.sock"
-
-
-def _worker_setups(
-    config: HearthConfig, devices: Devices, secret: bytes, port: int, socket: Path, data_dir: DataDir
-) -> Callable[[int, WorkerId], WorkerSetup]:
-    def setup(index: int, worker: WorkerId) -> WorkerSetup:
-        return WorkerSetup(
-            worker=worker,
-            host="127.0.0.1",
-            port=port,
-            secret=secret.hex(),
-            kind=devices.kind,
-            device_index=devices.indices[index % len(devices.indices)],
-            num_sharing=devices.num_sharing,
-            budget_bytes=config.service.memory_bytes,
-            keeper_socket=str(socket),
-            kernels_path=str(data_dir.kernels_path),
-            engine=config.engine.plain(),
-            num_threads=devices.threads_per_worker,
-            log_level=config.log.level,
-            turns=config.service.turns,
-            snapshots_path=str(data_dir.snapshots_path) if config.store.snapshot_bytes else None,
-            snapshot_bytes=config.store.snapshot_bytes,
-        )
-
-    return setup

@@ -16,7 +16,7 @@ from hearth.control.observe.metrics import Metrics
 from hearth.core.errors import SnapshotError
 from hearth.core.messages import MakeSnapshot, SnapshotLooked, SnapshotMade, SnapshotProgress
 from hearth.core.types import ModelId, SnapshotOutcome, WorkerId
-from hearth.node.worker_link import WorkerLink
+from hearth.node.link import Link
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Snapshots:
         """
         self._bases, self._obstacle, self._is_off = bases, obstacle, is_off
         self._count, self._collect = metrics.snapshots, collect
-        self._links: dict[WorkerId, WorkerLink] = {}
+        self._links: dict[WorkerId, Link] = {}
         self._makings: dict[tuple[WorkerId, ModelId], _OrderedSnapshot] = {}
         #: Models on workers without a snapshot, for which making one has not failed.
         self._wanted: set[tuple[WorkerId, ModelId]] = set()
@@ -67,7 +67,7 @@ class Snapshots:
 
     # Workers.
 
-    def joined(self, worker: WorkerId, link: WorkerLink) -> None:
+    def joined(self, worker: WorkerId, link: Link) -> None:
         self._links[worker] = link
 
     def lost(self, worker: WorkerId) -> None:

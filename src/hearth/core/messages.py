@@ -39,7 +39,7 @@ from hearth.core.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 16
+VERSION = 17
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -388,6 +388,14 @@ class ModelTurn(Struct, frozen=True, tag=True):
     num_requests: int = 0  #: that it has
 
 
+class WorkerEnded(Struct, frozen=True, tag=True):
+    """The last fact about a worker of another node, from that node: its process has ended."""
+
+    reason: str  #: what it did, in words
+    model: ModelId | None = None  #: whose step was running; None: none or unknown
+    runs: tuple[int, ...] | None = None  #: with a row in that step; None: unknown
+
+
 class DeviceResidency(Struct, frozen=True, tag=True):
     """The bytes of each model's weights on the device, retired models included. Sent when they change."""
 
@@ -475,4 +483,5 @@ Fact = (
     | ModelTurn
     | DeviceResidency
     | Pong
+    | WorkerEnded
 )

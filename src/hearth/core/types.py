@@ -23,6 +23,12 @@ NodeId = NewType("NodeId", str)  #: one life of a machine in the cluster
 LOCAL = NodeId("local")
 
 
+def node_of(worker: WorkerId) -> NodeId:
+    """Return the node of a worker by its name: `gpu-2/w0`, or `w0` on the head's own node."""
+    node, slash, _ = worker.rpartition("/")
+    return NodeId(node) if slash else LOCAL
+
+
 class Rung(StrEnum):
     """Where a chunk may be found, nearest to the device first."""
 

@@ -14,8 +14,8 @@ from hearth.core.errors import ConfigError, NoWorkers
 from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.core.types import WorkerId
 from hearth.node.keeper_process import KeeperProcess
+from hearth.node.link import Link
 from hearth.node.processes import ErrorFile, Vigilance, WorkerProcess, run_vital, spawn
-from hearth.node.worker_link import WorkerLink
 from hearth.node.worker_seat import WorkerSeat, WorkerStatus
 from hearth.node.worker_template import WorkerTemplate
 
@@ -39,27 +39,41 @@ class Supervisor:
         """`on_outage` is called while no worker comes up. `template` None: workers are spawned."""
         self._errors, self._on_outage, self._template = errors, on_outage, template
         self.keeper = KeeperProcess(keeper, vigilance, errors, self._tell_outage)
-        self.seats = [
-            WorkerSeat(index, setup_of, self._launch, vigilance, self.keeper.is_ready, self._tell_outage)
-            for index in range(num_workers)
-        ]
+        self._setup_of, self._num_workers, self._vigilance = setup_of, num_workers, vigilance
+        self.seats = self._new_seats("")
         #: Done when a worker has said that its settings are wrong: no restart would help.
         self.refusal: asyncio.Future[ConfigError] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
+        self._seat_tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        """Returns when the keeper is ready; workers may take longer. Raises HearthError."""
+    async def start(self, prefix: str = "") -> None:
+        """Returns when the keeper is ready; workers may take longer. Raises HearthError.
+
+        `prefix`: as for `start_workers`.
+        """
         if self._template is not None:  # first: the first workers wait for its imports
             self._tasks.append(run_vital(self._template.keep()))
         await self.keeper.start()
-        self._tasks += [run_vital(self.keeper.keep()), *(run_vital(self._keep(seat)) for seat in self.seats)]
+        self._tasks.append(run_vital(self.keeper.keep()))
+        self.start_workers(prefix)
 
-    async def close(self) -> None:
+    def start_workers(self, prefix: str) -> None:
+        """`prefix`: of their names. Names are not used again: call it with another each time."""
+        self.seats = self._new_seats(prefix)
+        self._seat_tasks = [run_vital(self._keep(seat)) for seat in self.seats]
+
+    async def stop_workers(self) -> None:
         for seat in self.seats:
             seat.shut_down()
+        for task in self._seat_tasks:
+            task.cancel()
+        await asyncio.gather(*(seat.close() for seat in self.seats))
+        await asyncio.gather(*self._seat_tasks, return_exceptions=True)
+
+    async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(self.keeper.close(), *(seat.close() for seat in self.seats))
+        await asyncio.gather(self.keeper.close(), self.stop_workers())
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def workers(self) -> list[WorkerStatus]:
@@ -76,7 +90,7 @@ class Supervisor:
 
     def outage(self) -> NoWorkers | None:
         """Return the error of requests while no worker comes up; None: one is up, or may come up."""
-        if any(seat.is_ready for seat in self.seats):
+        if not self.seats or any(seat.is_ready for seat in self.seats):
             return None
         num_failed = min(seat.num_failed_starts for seat in self.seats)
         if max(num_failed, self.keeper.num_failed_starts) < MAX_FAILED_STARTS:
@@ -90,13 +104,27 @@ class Supervisor:
     def expects(self, worker: WorkerId) -> bool:
         return any(seat.worker == worker and seat.can_join for seat in self.seats)
 
-    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
+    def joined(self, link: Link, hello: WorkerHello) -> None:
         next(seat for seat in self.seats if seat.worker == hello.worker).joined(link, hello)
 
-    def left(self, link: WorkerLink) -> None:
+    def left(self, link: Link) -> None:
         for seat in self.seats:
             if seat.worker == link.worker:
                 seat.left()
+
+    def _new_seats(self, prefix: str) -> list[WorkerSeat]:
+        return [
+            WorkerSeat(
+                index,
+                prefix,
+                self._setup_of,
+                self._launch,
+                self._vigilance,
+                self.keeper.is_ready,
+                self._tell_outage,
+            )
+            for index in range(self._num_workers)
+        ]
 
     async def _keep(self, seat: WorkerSeat) -> None:
         refusal = await seat.keep()
@@ -114,4 +142,5 @@ class Supervisor:
 
 def seat_index(worker: WorkerId) -> int:
     """Return the seat of a worker or of one of its successors, by its name: `w0`, then `w0.1`."""
-    return int(worker.partition(".")[0].removeprefix("w"))
+    name = worker.rpartition("/")[2]
+    return int(name.partition(".")[0].removeprefix("w"))

@@ -32,8 +32,8 @@ from hearth.core.errors import ConfigError
 from hearth.core.messages import Ping, Shutdown, WorkerHello, WorkerSetup
 from hearth.core.types import WorkerId
 from hearth.node import processes
+from hearth.node.link import Link
 from hearth.node.processes import Vigilance, WorkerEnding, WorkerProcess
-from hearth.node.worker_link import WorkerLink
 from hearth.policy.fleet.liveness import Silence
 from hearth.system.cpus import queued_s
 
@@ -58,7 +58,7 @@ class Starting:
 class Running:
     process: WorkerProcess
     beacon: Beacon
-    link: WorkerLink
+    link: Link
     hello: WorkerHello
 
 
@@ -67,7 +67,7 @@ class Killed:
     """A process that was stuck: it did not start in time, or hung. It is not gone yet."""
 
     process: WorkerProcess
-    link: WorkerLink | None
+    link: Link | None
     reason: str
 
 
@@ -110,13 +110,16 @@ class WorkerSeat:
     def __init__(
         self,
         index: int,
+        prefix: str,
         setup_of: Callable[[int, WorkerId], WorkerSetup],
         launch: Launch,
         vigilance: Vigilance,
         is_keeper_ready: asyncio.Event,
         on_failed_start: Callable[[], None],
     ) -> None:
-        self.index, self.worker = index, WorkerId(f"w{index}")
+        """`prefix`: of the names of its workers, which differ in a cluster."""
+        self.index, self._prefix = index, prefix
+        self.worker = WorkerId(f"{prefix}w{index}")
         self.state: SeatState = Waiting()
         self.num_restarts = 0
         self.num_failed_starts = 0  #: in a row, without one that was ready
@@ -168,7 +171,7 @@ class WorkerSeat:
 
     # What its link tells.
 
-    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
+    def joined(self, link: Link, hello: WorkerHello) -> None:
         state = self.state
         assert isinstance(state, Starting), f"{hello.worker=} was not expected"
         self.state = Running(state.process, state.beacon, link, hello)
@@ -191,7 +194,7 @@ class WorkerSeat:
         num_short_lives = 0  # in a row
         for self.num_restarts in itertools.count():
             if self.num_restarts:
-                self.worker = WorkerId(f"w{self.index}.{self.num_restarts}")
+                self.worker = WorkerId(f"{self._prefix}w{self.index}.{self.num_restarts}")
             self._greeted.clear()
             self._left.clear()
             await self._is_keeper_ready.wait()

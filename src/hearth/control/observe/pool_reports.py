@@ -15,7 +15,7 @@ from hearth.control.observe.pool_views import pool_parts
 from hearth.control.observe.views import PoolView
 from hearth.core.messages import Ping, Pong
 from hearth.core.types import WorkerId
-from hearth.node.worker_link import WorkerLink
+from hearth.node.link import Link
 
 #: Pings from this number on ask for a view; the supervisor counts its own from 1.
 FIRST_LOOK = 1 << 32
@@ -45,7 +45,7 @@ class PoolReports:
     """The last report of each worker. Mutable; used on the event loop alone."""
 
     def __init__(self) -> None:
-        self._links: dict[WorkerId, WorkerLink] = {}
+        self._links: dict[WorkerId, Link] = {}
         self._reports: dict[WorkerId, _Report] = {}
         self._numbers = itertools.count(FIRST_LOOK)
         #: Done when a worker has answered the ping of that number, or is gone.
@@ -59,7 +59,7 @@ class PoolReports:
     def pongs(self) -> Mapping[WorkerId, Pong]:
         return {worker: report.pong for worker, report in self._reports.items()}
 
-    def joined(self, worker: WorkerId, link: WorkerLink) -> None:
+    def joined(self, worker: WorkerId, link: Link) -> None:
         self._links[worker] = link
 
     def received(self, worker: WorkerId, pong: Pong, now_s: float) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from hearth.control.deploy.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.keeper_reports import KeeperReports
+from hearth.control.nodes import Nodes
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
@@ -17,7 +18,6 @@ from hearth.control.observe.pool_views import resident_views
 from hearth.control.observe.views import Explanation, Health, ProcessView, WorkerView
 from hearth.control.requests.caller import Caller
 from hearth.core.version import hearth_version
-from hearth.node.supervisor import Supervisor
 from hearth.policy.fleet.residents import list_residents
 from hearth.system.garbage import LATE_COLLECTIONS
 
@@ -35,13 +35,13 @@ class ServiceViews:
         observer: Observer,
         pools: PoolReports,
         keeper: KeeperReports,
-        supervisor: Supervisor,
+        nodes: Nodes,
         metrics: Metrics,
         kind: str,
         notes: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         self._deployments, self._driver, self._observer = deployments, driver, observer
-        self._pools, self._keeper, self._supervisor = pools, keeper, supervisor
+        self._pools, self._keeper, self._nodes = pools, keeper, nodes
         self._metrics, self._kind, self._notes = metrics, kind, notes
         self.instance_id = secrets.token_hex(16)
         self._add_gauges()
@@ -80,20 +80,20 @@ class ServiceViews:
         return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
 
     def health(self) -> Health:
-        workers = self._supervisor.workers()
+        workers = self._nodes.workers()
         num_ready = sum(worker.state == "ready" for worker in workers)
         if self._driver.requests.is_draining:
             status = "draining"
         elif num_ready:
             status = "ok"
         else:
-            status = "starting" if self._supervisor.outage() is None else "failing"
-        reason = self._supervisor.trouble()
+            status = "starting" if self._nodes.outage() is None else "failing"
+        reason = self._nodes.trouble()
         return Health(status, len(workers), num_ready, hearth_version(), self.instance_id, reason)
 
     def _worker_views(self, now_s: float) -> list[WorkerView]:
         views = []
-        for status in self._supervisor.workers():
+        for status in self._nodes.workers():
             hello, pool = status.hello, self._pools.view(status.worker, now_s)
             if pool is None:
                 known = self._driver.fleet.workers.get(status.worker)
