@@ -95,7 +95,7 @@ def test_another_version_is_refused_with_both_numbers(ends: tuple[socket.socket,
 def test_a_peer_that_is_no_gateway_is_not_read_to_its_end(ends: tuple[socket.socket, socket.socket]) -> None:
     ends[1].sendall(b"HTTP/1.1 400 Bad Request\r\n")
 
-    with pytest.raises(ServiceError, match="no Hearth worker"):
+    with pytest.raises(ServiceError, match="no Hearth process"):
         greet(GatewayLink(ends[0]), ME, SECRET)
 
 

@@ -6,6 +6,7 @@
     ├── DeviceError           the device, or its memory or a dtype on it, is not available
     │   └── OutOfDeviceMemory the device has no free memory now
     ├── EngineFailed          the engine broke or was closed while the request was live
+    ├── JoinRefused           the cluster does not admit the node, or is another one than expected
     ├── LogitsNotFinite       the model computed NaN or infinity where a token was to be sampled
     ├── ModelError            a model directory cannot be served
     │   ├── UnsupportedModel  its architecture is not supported
@@ -46,7 +47,7 @@
         ├── ModelNotOpen      the keeper was restarted, or told to forget the model
         ├── ChunkCorrupt      the checksum of a chunk does not match
         ├── ChunkMissing      a file or object ends early, is gone, or cannot be read
-        ├── Unreachable       object storage failed, retries included
+        ├── Unreachable       object storage failed, retries included, or another machine does not answer
         ├── UpstreamChanged   a URL holds another version than the one deployed, which is not all cached
         ├── StoreFull         a quota or the disk has no room for what must be written
         └── LoadCancelled     the load was cancelled
@@ -86,6 +87,10 @@ class OutOfDeviceMemory(DeviceError):
 
 class EngineFailed(HearthError):
     label = "engine_failed"
+
+
+class JoinRefused(HearthError):
+    http_status, label = 403, "join_refused"
 
 
 class LogitsNotFinite(HearthError):

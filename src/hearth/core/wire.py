@@ -1,4 +1,4 @@
-"""Frames between gateway and workers: encoding, and the proof that both know one secret. No sockets.
+"""Frames between gateway, workers and nodes, and the proof of a worker's secret. No sockets.
 
     | length, 4 bytes, little-endian | one message in msgpack |
 
@@ -17,6 +17,7 @@ import msgspec
 
 from hearth.core.errors import ServiceError
 from hearth.core.messages import VERSION, Challenge, Fact, Order, Welcome, WorkerHello
+from hearth.core.node_messages import FromHead, FromNode
 from hearth.core.types import WorkerId
 
 T = TypeVar("T")
@@ -30,10 +31,11 @@ MAX_GREETING_BYTES = 4096
 _encoder = msgspec.msgpack.Encoder()
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 _facts: msgspec.msgpack.Decoder[Fact] = msgspec.msgpack.Decoder(Fact)
+_node_messages: msgspec.msgpack.Decoder[FromNode | FromHead] = msgspec.msgpack.Decoder(FromNode | FromHead)
 _challenges = msgspec.msgpack.Decoder(Challenge)
 
 
-def frame(message: Challenge | Order | Fact) -> bytes:
+def frame(message: Challenge | Order | Fact | FromNode | FromHead) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 
@@ -42,7 +44,7 @@ def length_of(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
     (length,) = HEADER.unpack(header)
     if length > limit_bytes:
         raise ServiceError(
-            f"the peer announced a frame of {length} bytes, limit: {limit_bytes}; it is no Hearth worker"
+            f"the peer announced a frame of {length} bytes, limit: {limit_bytes}; it is no Hearth process"
         )
     assert isinstance(length, int)
     return length
@@ -54,6 +56,10 @@ def order_of(body: bytes) -> Order:
 
 def fact_of(body: bytes) -> Fact:
     return _decoded(_facts, body)
+
+
+def node_message_of(body: bytes) -> FromNode | FromHead:
+    return _decoded(_node_messages, body)
 
 
 def challenge_of(body: bytes) -> Challenge:
