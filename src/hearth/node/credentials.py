@@ -196,7 +196,7 @@ class Authority:
         with self._changing():
             key, known = _requested_key(csr_pem), self._members().get(name)
             if known is None or known.key != _key_hash(key):
-                raise JoinRefused(_removed(name))
+                raise JoinRefused(removed(name))
             return self._enrol(name, key)
 
     def is_member(self, name: str, serial: int) -> bool:
@@ -308,11 +308,12 @@ class Credentials:
 
 def peer_of(connection: ssl.SSLObject | ssl.SSLSocket) -> tuple[str, int] | None:
     """Return name and serial of the peer's certificate, which was verified; None: it has shown none."""
-    certificate = connection.getpeercert()
-    if not certificate:
+    if not connection.getpeercert():  # empty also where the certificate was not verified
         return None
-    names = [value for part in certificate["subject"] for key, value in part if key == "commonName"]
-    return str(names[0]), int(str(certificate["serialNumber"]), 16)
+    encoded = connection.getpeercert(binary_form=True)
+    assert encoded is not None, "a certificate that was verified is gone"
+    certificate = x509.load_der_x509_certificate(encoded)
+    return _common_name(certificate), certificate.serial_number
 
 
 def keep_certificate(path: Path, ca_pem: bytes, certificate_pem: bytes, head: str) -> Credentials:
@@ -358,7 +359,7 @@ def check_node_name(name: str) -> None:
         raise ConfigError(f"`{name}` is the name of the head; choose another with `--name`")
 
 
-def _removed(name: str) -> str:
+def removed(name: str) -> str:
     return (
         f"`{name}` is no longer a node of the cluster; to join again, make a token on the head with "
         "`hearth cluster token` and run `hearth join HEAD:PORT --token TOKEN`"

@@ -1,0 +1,506 @@
+"""Channels and the port over real sockets and TLS, on both event loops: members, strangers, limits, leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from hearth.core import wire
+from hearth.core.errors import ConfigError, JoinRefused, Unreachable
+from hearth.core.node_messages import (
+    AskAuthority,
+    AskTicket,
+    AuthorityIs,
+    HeadPulse,
+    Join,
+    NodeHello,
+    Refused,
+    TicketRefused,
+)
+from hearth.core.types import LOCAL, NodeId
+from hearth.node import channel as module
+from hearth.node.channel import DATA_MAGIC, Channel, ClusterPort, NodeMessage, connect
+from hearth.node.credentials import HEAD, Authority, Credentials
+from hearth.node.tickets import TICKET_BYTES, TicketIssuer
+from tests.node.test_credentials import member
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "uvloop": uvloop.new_event_loop,
+    "asyncio": asyncio.new_event_loop,
+}
+Scene = Callable[[Callable[[], Awaitable[None]]], None]
+HELLO = NodeHello(1, "gpu-1", "cpu", ("a CPU",), 1 << 30, 7610)
+
+
+@pytest.fixture(params=LOOPS)
+def play(request: pytest.FixtureRequest) -> Scene:
+    """Run a scene on an event loop, and check that it leaves no task and no socket behind."""
+
+    def run(scene: Callable[[], Awaitable[None]]) -> None:
+        async def checked() -> None:
+            before = open_sockets()
+            await asyncio.wait_for(scene(), 60)
+            deadline_s = time.monotonic() + 10
+            while open_sockets() != before and time.monotonic() < deadline_s:
+                await asyncio.sleep(0.01)
+            assert open_sockets() == before
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
+            runner.run(checked())
+
+    return run
+
+
+def open_sockets() -> set[str]:
+    files = {os.path.realpath(f"/proc/self/fd/{file}") for file in os.listdir("/proc/self/fd")}
+    return {file for file in files if "socket:" in file}
+
+
+@dataclass
+class Cluster:
+    """A head's port, and what came to it."""
+
+    path: Path
+    authority: Authority
+    head: Credentials
+    node: Credentials
+    port: ClusterPort | None = None
+    came: asyncio.Queue[tuple[str | None, NodeMessage]] = field(default_factory=asyncio.Queue)
+    data: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[int]:
+        self.port = await ClusterPort.listen(
+            "127.0.0.1",
+            0,
+            self.head.server_context(needs_certificate=False),
+            self.on_channel,
+            self.on_data,
+            self.authority.is_member,
+        )
+        try:
+            yield self.port.port
+        finally:
+            await self.port.close()
+
+    async def on_channel(self, channel: Channel) -> None:
+        """Answer each message of a peer until it leaves."""
+        while (message := await channel.receive()) is not None:
+            self.came.put_nowait((channel.peer, message))
+            if isinstance(message, AskTicket):
+                channel.send(TicketRefused(message.number, "x" * (message.number % 100_000)))
+            else:
+                channel.send(HeadPulse(0))
+
+    def on_data(self, connection: socket.socket, ticket: bytes) -> None:
+        with connection:
+            assert connection.getblocking()
+            self.data.append((ticket, connection.recv(100)))
+
+    async def no_strangers(self) -> None:
+        assert self.port is not None
+        while self.port._strangers:
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    authority = Authority.create(tmp_path / "head")
+    head, node = Credentials.open(tmp_path / "head"), member(authority, tmp_path / "a", "gpu-1")
+    assert head is not None
+    return Cluster(tmp_path, authority, head, node)
+
+
+async def to_head(port: int, credentials: Credentials) -> Channel:
+    return await connect("127.0.0.1", port, credentials.client_context(), HEAD)
+
+
+async def nameless(port: int) -> Channel:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return await connect("127.0.0.1", port, context, None)
+
+
+def test_members_exchange_messages_of_all_sizes(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            channel = await to_head(port, cluster.node)
+            assert channel.peer == HEAD
+            channel.send(HELLO)
+            assert await channel.receive() == HeadPulse(0)
+            numbers = [*range(1, 50), 99_999, 0]
+            for number in numbers:
+                channel.send(AskTicket(number, LOCAL))
+            for number in numbers:
+                assert await channel.receive() == TicketRefused(number, "x" * number)
+            assert await cluster.came.get() == ("gpu-1", HELLO)
+            channel.close()
+            assert await channel.receive() is None
+
+    play(scene)
+
+
+def test_a_peer_that_is_not_read_is_held_back_and_loses_nothing(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            channel = await to_head(port, cluster.node)
+            channel.send(HELLO)
+            num_messages = 200
+            for number in range(num_messages):
+                channel.send(AskTicket(100_000 * number + 99_999, LOCAL))
+            await asyncio.sleep(0.2)
+            assert len(channel._buffer) < 4 * module.MAX_UNREAD_BYTES
+            assert await channel.receive() == HeadPulse(0)
+            for number in range(num_messages):
+                answer = await channel.receive()
+                assert isinstance(answer, TicketRefused)
+                assert answer.number == 100_000 * number + 99_999
+            channel.close()
+
+    play(scene)
+
+
+def test_receive_that_is_cancelled_loses_nothing(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            channel = await to_head(port, cluster.node)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await channel.receive()
+            frame = wire.frame(HELLO)
+            assert channel._transport is not None
+            channel._transport.write(frame[:7])
+            await asyncio.sleep(0.05)
+            channel._transport.write(frame[7:])
+            assert await channel.receive() == HeadPulse(0)
+            channel.close()
+
+    play(scene)
+
+
+def test_a_transport_is_handed_on_with_the_bytes_read_already(cluster: Cluster, play: Scene) -> None:
+    class Worker(asyncio.Protocol):
+        def __init__(self) -> None:
+            self.data, self.has_ended = b"", asyncio.Event()
+
+        def data_received(self, data: bytes) -> None:
+            self.data += data
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.has_ended.set()
+
+    async def scene() -> None:
+        worker, is_detached = Worker(), asyncio.Event()
+
+        async def on_channel(channel: Channel) -> None:
+            assert await channel.receive() == HELLO
+            await asyncio.sleep(0.05)  # raw bytes come meanwhile
+            transport, read = channel.detach()
+            transport.set_protocol(worker)
+            worker.data_received(read)
+            transport.resume_reading()
+            transport.write(b"raw")
+            is_detached.set()
+
+        port = await ClusterPort.listen(
+            "127.0.0.1",
+            0,
+            cluster.head.server_context(needs_certificate=False),
+            on_channel,
+            cluster.on_data,
+            cluster.authority.is_member,
+        )
+        channel = await to_head(port.port, cluster.node)
+        channel.send(HELLO)
+        transport, _ = channel.detach()
+        mine = Worker()
+        transport.set_protocol(mine)
+        transport.resume_reading()
+        transport.write(b"a" * 1000)
+        await is_detached.wait()
+        transport.write(b"b" * 100_000)
+        while mine.data != b"raw" or len(worker.data) < 101_000:
+            await asyncio.sleep(0.005)
+        await port.close()  # does not end what was detached
+        assert not worker.has_ended.is_set()
+        transport.close()
+        await worker.has_ended.wait()
+        assert worker.data == b"a" * 1000 + b"b" * 100_000
+        with pytest.raises(ConnectionResetError):
+            channel.detach()
+
+    play(scene)
+
+
+def test_strangers_may_only_ask_to_join(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            for question in (AskAuthority(), Join("1", "2", "gpu-9", b"")):
+                asking = await nameless(port)
+                asking.send(question)
+                assert await asking.receive() == HeadPulse(0)
+                assert await cluster.came.get() == (None, question)
+                asking.close()
+            for forbidden in (HELLO, AskTicket(1, LOCAL), AuthorityIs(b"")):
+                stranger = await nameless(port)
+                stranger.send(forbidden)
+                answer = await stranger.receive()
+                assert isinstance(answer, Refused)
+                assert "`hearth join HEAD:PORT --token TOKEN`" in answer.reason
+                assert await stranger.receive() is None
+            assert cluster.came.empty()
+
+    play(scene)
+
+
+def test_a_removed_member_is_told_so(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            cluster.authority.remove("gpu-1")
+            removed = await to_head(port, cluster.node)
+            removed.send(HELLO)
+            answer = await removed.receive()
+            assert isinstance(answer, Refused)
+            assert "`gpu-1` is no longer a node of the cluster" in answer.reason
+            assert await removed.receive() is None
+            assert cluster.came.empty()
+
+    play(scene)
+
+
+def test_certificates_of_another_cluster_get_nowhere(cluster: Cluster, play: Scene) -> None:
+    other = Authority.create(cluster.path / "other")
+    foreign = member(other, cluster.path / "b", "gpu-1")
+
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            with pytest.raises(JoinRefused, match="is not `head` of this cluster: "):
+                await to_head(port, foreign)
+            (cluster.path / "b" / "ca.pem").write_bytes(cluster.authority.certificate_pem)
+            intruder = await to_head(port, foreign)  # it trusts this head, which does not trust it
+            intruder.send(HELLO)
+            assert await intruder.receive() is None
+            assert cluster.came.empty()
+
+    play(scene)
+
+
+def test_a_member_does_not_take_another_for_the_head(cluster: Cluster, play: Scene) -> None:
+    other = member(cluster.authority, cluster.path / "b", "gpu-2")
+
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            with pytest.raises(JoinRefused, match="is not `gpu-2` of this cluster"):
+                await connect("127.0.0.1", port, other.client_context(), "gpu-2")
+
+    play(scene)
+
+
+def test_garbage_is_closed(cluster: Cluster, play: Scene) -> None:
+    garbage = [
+        b"\x00",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"SSH-2.0-x\r\n",
+        b"\x16" + b"\xff" * 600,
+        b"\x16\x03\x01\x00\x05garbage",
+        b"HTTP" * 100,
+        DATA_MAGIC + b"z" * 2 * TICKET_BYTES + b"\n",
+        DATA_MAGIC + b"\xe9" * 2 * TICKET_BYTES + b"\n",
+        DATA_MAGIC + b"0" * (2 * TICKET_BYTES + 1),
+        wire.frame(HELLO),
+    ]
+
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            for first in garbage:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(first)
+                answer = await _all(reader)
+                assert answer == b"" or answer.startswith(b"\x15\x03")  # an alert of TLS
+                writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()  # says nothing at all
+            await cluster.no_strangers()
+        assert cluster.came.empty()
+        assert cluster.data == []
+
+    play(scene)
+
+
+async def _all(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionResetError:  # it was closed before all of the garbage was read
+        return b""
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        wire.HEADER.pack(module.MAX_FIRST_BYTES + 1),
+        wire.HEADER.pack(5) + b"\xff" * 5,
+        wire.frame(HELLO)[:-1] + wire.HEADER.pack(0xFFFFFFFF),
+    ],
+    ids=["too-large", "no-message", "damaged"],
+)
+def test_first_frames_that_are_too_large_or_damaged_end_a_connection(
+    cluster: Cluster, play: Scene, frame: bytes
+) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            for open_one in (nameless(port), to_head(port, cluster.node)):
+                channel = await open_one
+                assert channel._transport is not None
+                channel._transport.write(frame)
+                assert await channel.receive() is None
+            assert cluster.came.empty()
+
+    play(scene)
+
+
+def test_slow_strangers_are_closed(cluster: Cluster, play: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STRANGER_S", 0.3)
+
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            raw = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            for (_, writer), start in zip(raw, (b"", b"\x16", b"\x16\x03\x01", DATA_MAGIC), strict=True):
+                writer.write(start)
+            silent = [await nameless(port), await to_head(port, cluster.node)]
+            for channel in silent:
+                assert channel._transport is not None
+                channel._transport.write(wire.frame(HELLO)[:9])
+            for reader, writer in raw:
+                await _all(reader)
+                writer.close()
+            for channel in silent:
+                assert await channel.receive() is None
+            member_channel = await to_head(port, cluster.node)  # has all the time once it is known
+            member_channel.send(HELLO)
+            assert await member_channel.receive() == HeadPulse(0)
+            await asyncio.sleep(0.5)
+            member_channel.send(HELLO)
+            assert await member_channel.receive() == HeadPulse(0)
+            member_channel.close()
+
+    play(scene)
+
+
+def test_a_stranger_that_does_not_read_its_answer_is_closed(
+    cluster: Cluster, play: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STRANGER_S", 0.3)
+
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            asking = await nameless(port)
+            asking.send(AskAuthority())  # and keeps the connection open, which its handler waits for
+            await cluster.came.get()
+            await cluster.no_strangers()
+            assert await asking.receive() == HeadPulse(0)
+            assert await asking.receive() is None
+
+    play(scene)
+
+
+def test_beyond_the_limit_the_oldest_stranger_gives_way(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            known = await to_head(port, cluster.node)
+            known.send(HELLO)
+            assert await known.receive() == HeadPulse(0)
+            slow = []
+            for _ in range(2 * module.MAX_STRANGERS + 3):
+                slow.append(await asyncio.open_connection("127.0.0.1", port))
+                slow[-1][1].write(b"\x16")
+            for reader, _ in slow[: module.MAX_STRANGERS + 3]:
+                assert await _all(reader) == b""
+            assert cluster.port is not None
+            assert len(cluster.port._strangers) <= module.MAX_STRANGERS
+            known.send(HELLO)  # members are not among them
+            assert await known.receive() == HeadPulse(0)
+            late = await to_head(port, cluster.node)
+            late.send(HELLO)
+            assert await late.receive() == HeadPulse(0)
+            for _, writer in slow:
+                writer.close()
+            known.close()
+            late.close()
+
+    play(scene)
+
+
+def test_a_data_connection_is_passed_on_behind_its_ticket(cluster: Cluster, play: Scene) -> None:
+    ticket = TicketIssuer(NodeId("gpu-2")).issue(LOCAL)
+
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            line = DATA_MAGIC + ticket.hex().encode() + b"\n"
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(line[:3])
+            await asyncio.sleep(0.02)
+            writer.write(line[3:100])
+            await asyncio.sleep(0.02)
+            writer.write(line[100:] + b"what follows")
+            assert await reader.read() == b""
+            writer.close()
+        assert cluster.data == [(ticket, b"what follows")]
+
+    play(scene)
+
+
+def test_closing_the_port_ends_members_and_strangers(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            known = await to_head(port, cluster.node)
+            known.send(HELLO)
+            assert await known.receive() == HeadPulse(0)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"\x16")
+        assert await known.receive() is None
+        assert await _all(reader) == b""
+        writer.close()
+        with pytest.raises(Unreachable, match="cannot be reached: "):
+            await to_head(port, cluster.node)
+
+    play(scene)
+
+
+def test_a_port_in_use_is_named(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            with pytest.raises(ConfigError, match=f"cannot listen on `127.0.0.1:{port}` for the cluster"):
+                await ClusterPort.listen(
+                    "127.0.0.1",
+                    port,
+                    cluster.head.server_context(needs_certificate=False),
+                    cluster.on_channel,
+                    cluster.on_data,
+                )
+
+    play(scene)
+
+
+def test_a_server_that_never_answers_is_unreachable(
+    cluster: Cluster, play: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_S", 0.2)
+
+    async def scene() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            port = mute.getsockname()[1]
+            with pytest.raises(Unreachable, match="no answer within"):
+                await to_head(port, cluster.node)
+
+    play(scene)
