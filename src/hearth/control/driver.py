@@ -24,7 +24,7 @@ from hearth.control.requests.fact_decoder import DecodedFact, DecodedLate, Decod
 from hearth.control.snapshots import Snapshots
 from hearth.core import errors, messages
 from hearth.core.errors import HearthError
-from hearth.core.types import AdapterId, FinishReason, ModelId, RequestId, WorkerId
+from hearth.core.types import AdapterId, FinishReason, ModelId, RequestId, WorkerId, node_of
 from hearth.node.link import Link
 from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
@@ -303,6 +303,7 @@ class Driver:
                 kind=hello.kind,
                 budget_bytes=hello.budget_bytes,
                 shares_workspace=hello.shares_workspace,
+                node=node_of(hello.worker),
             )
         )
         for order in self._prepare_orders():
@@ -460,10 +461,19 @@ class Driver:
         culprit = ending.model
         in_step = None if ending.runs is None else self._request_ids(ending.runs)
         self.requests.detach(worker)
-        is_lost_with_node = culprit is None and in_step == ()  # which says nothing about its models
-        has_answered = (worker, culprit) in self._answered or is_lost_with_node
+        has_answered = (worker, culprit) in self._answered
         self._answered = {stay for stay in self._answered if stay[0] != worker}
-        self.post(events.WorkerLost(now_s, worker, culprit, has_answered, ending.reason, in_step))
+        self.post(
+            events.WorkerLost(
+                now_s=now_s,
+                worker=worker,
+                culprit=culprit,
+                has_answered=has_answered,
+                reason=ending.reason,
+                in_step=in_step,
+                is_with_node=ending.is_with_node,
+            )
+        )
 
     def _request_ids(self, runs: Sequence[int]) -> tuple[RequestId, ...]:
         return tuple(self.requests.by_run[run].request_id for run in runs if run in self.requests.by_run)

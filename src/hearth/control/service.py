@@ -39,7 +39,7 @@ from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
 from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
-from hearth.core.types import Pace
+from hearth.core.types import LOCAL, Pace
 from hearth.node.devices import Devices
 from hearth.node.local_node import LocalNode
 from hearth.node.process_log import ProcessLog, logs_to_stderr
@@ -146,6 +146,7 @@ async def running(
         )
         stack.callback(reading.cancel)
         await local.start()
+        local.start_workers(LOCAL)
         if not local.supervisor.keeper.reads_natively:
             metrics.fallbacks.labels("interpreted_reads").inc()
         reports = KeeperReports(local.keeper, catalog, driver)

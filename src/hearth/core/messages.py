@@ -394,6 +394,7 @@ class WorkerEnded(Struct, frozen=True, tag=True):
     reason: str  #: what it did, in words
     model: ModelId | None = None  #: whose step was running; None: none or unknown
     runs: tuple[int, ...] | None = None  #: with a row in that step; None: unknown
+    is_with_node: bool = False  #: the node has ended it, or is gone: no model is to blame
 
 
 class DeviceResidency(Struct, frozen=True, tag=True):

@@ -51,6 +51,7 @@ class Joined(Struct, frozen=True, tag=True):
 
 class Refused(Struct, frozen=True, tag=True):
     reason: str
+    is_final: bool = True  #: False: it may be admitted later
 
 
 class NodeHello(Struct, frozen=True, tag=True):
@@ -58,8 +59,10 @@ class NodeHello(Struct, frozen=True, tag=True):
     name: str
     kind: Literal["cpu", "cuda"]
     devices: tuple[str, ...]  #: for people, one per worker
+    shares: tuple[float, ...]  #: of a device, one per worker
     host_bytes: int  #: of the host tier
-    port: int  #: where other nodes open data connections
+    port: int  #: where other nodes open data connections, as is the host
+    host: str | None = None  #: None: that of this connection
     labels: dict[str, str] = {}
 
 

@@ -41,6 +41,12 @@ class Devices:
         num_sharing = len(range(index % num_devices, self.num_workers, num_devices))
         return 1.0 / num_sharing
 
+    def names(self) -> tuple[str, ...]:
+        """Return the device of each worker, for people."""
+        found = {gpu.index: gpu.name for gpu in gpus()} if self.kind == "cuda" else {}
+        num_devices = len(self.indices)
+        return tuple(found.get(self.indices[n % num_devices], "CPU") for n in range(self.num_workers))
+
     @property
     def threads_per_worker(self) -> int:
         return max(1, num_usable_cores() // self.num_workers)

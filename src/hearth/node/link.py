@@ -54,9 +54,9 @@ class Link(asyncio.Protocol):
         self.ended: WorkerEnded | None = None  #: what its node has said of its end; None: nothing
         self._transport: asyncio.Transport | None = None
 
-    def send(self, order: Order) -> None:
-        """Queue an order. Orders to a worker that is gone are dropped; `Receiver.left` tells."""
-        self._write(wire.frame(order))
+    def send(self, message: Order | WorkerEnded) -> None:
+        """Queue a message. Messages to a peer that is gone are dropped; `Receiver.left` tells."""
+        self._write(wire.frame(message))
 
     def forward(self, body: bytes) -> None:
         """Queue a message as it was received elsewhere."""

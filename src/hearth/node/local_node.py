@@ -77,14 +77,17 @@ class LocalNode:
         )
         self.keeper = KeeperClient(self._socket)
 
-    async def start(self, node: NodeId = LOCAL) -> None:
-        """Returns when the keeper is ready; workers may take longer. Raises HearthError."""
+    async def start(self) -> None:
+        """Returns when the keeper is ready and workers can be started. Raises HearthError."""
         server = await asyncio.get_running_loop().create_server(
             lambda: WorkerLink(self._secret, self.supervisor.expects, self), "127.0.0.1", 0
         )
         self._stack.callback(server.close)
         self._port = server.sockets[0].getsockname()[1]
-        await self.supervisor.start(name_prefix(node))
+        await self.supervisor.start_keeper()
+
+    def start_workers(self, node: NodeId) -> None:
+        self.supervisor.start_workers("" if node == LOCAL else f"{node}/")
 
     async def close(self) -> None:
         await self.supervisor.close()
@@ -135,11 +138,6 @@ class LocalNode:
             snapshots_path=str(self._path / "snapshots") if config.store.snapshot_bytes else None,
             snapshot_bytes=config.store.snapshot_bytes,
         )
-
-
-def name_prefix(node: NodeId) -> str:
-    """Return what the names of a node's workers begin with."""
-    return "" if node == LOCAL else f"{node}/"
 
 
 def new_socket_path(path: Path, name: str, stack: ExitStack) -> Path:

@@ -46,16 +46,16 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._seat_tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, prefix: str = "") -> None:
-        """Returns when the keeper is ready; workers may take longer. Raises HearthError.
+    async def start(self) -> None:
+        """Returns when the keeper is ready; workers may take longer. Raises HearthError."""
+        await self.start_keeper()
+        self.start_workers("")
 
-        `prefix`: as for `start_workers`.
-        """
+    async def start_keeper(self) -> None:
         if self._template is not None:  # first: the first workers wait for its imports
             self._tasks.append(run_vital(self._template.keep()))
         await self.keeper.start()
         self._tasks.append(run_vital(self.keeper.keep()))
-        self.start_workers(prefix)
 
     def start_workers(self, prefix: str) -> None:
         """`prefix`: of their names. Names are not used again: call it with another each time."""

@@ -1,0 +1,334 @@
+"""The head's side of a cluster: admits nodes, watches them, and links their workers to the gateway.
+
+A node is one control connection. It is lost when that ends, or is silent for 3 s; its links end then, the
+brain is told, and requests go on elsewhere. A node that returns gets another id, so that nothing of an
+earlier life is taken for its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from socket import socket
+
+from hearth.control.driver import Driver
+from hearth.control.nodes import Nodes
+from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.views import LinkView, NodeView
+from hearth.core import node_messages as messages
+from hearth.core.errors import RequestError, Unreachable
+from hearth.core.messages import WorkerEnded, WorkerHello
+from hearth.core.types import LOCAL, Digest, NodeId, WorkerId
+from hearth.node.agent import MAX_SILENT_PULSES, PULSE_S, REPORT_S
+from hearth.node.channel import Channel
+from hearth.node.credentials import Authority
+from hearth.node.join import answer_stranger
+from hearth.node.link import Link, Receiver
+from hearth.node.relay import link_over
+from hearth.node.tickets import TicketIssuer
+from hearth.node.worker_seat import WorkerStatus
+from hearth.policy.fleet import events
+
+log = logging.getLogger(__name__)
+
+
+class RemoteNode:
+    """One life of another machine in the cluster. Mutable; used on the event loop alone."""
+
+    def __init__(self, node_id: NodeId, hello: messages.NodeHello, channel: Channel) -> None:
+        self.node_id, self.hello, self.channel = node_id, hello, channel
+        self.tickets = TicketIssuer(node_id)
+        self.num_silent_pulses = 0
+        self.links: dict[WorkerId, Link] = {}
+        self.hellos: dict[WorkerId, WorkerHello] = {}
+        self.held: dict[Digest, messages.HeldChunks] = {}
+        self.speeds: dict[NodeId, messages.LinkSpeed] = {}
+        self.pulse = messages.NodePulse(0, (), 0)
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    def workers(self) -> list[WorkerStatus]:
+        return [
+            WorkerStatus(
+                worker=one.worker,
+                state="ready" if one.worker in self.links else "failing" if one.state == "failing" else "starting",
+                pid=one.pid,
+                num_restarts=one.num_restarts,
+                hello=self.hellos.get(one.worker),
+                reason=one.reason,
+            )
+            for one in self.pulse.workers
+        ]
+
+    def trouble(self) -> str | None:
+        return None if self.pulse.trouble is None else f"on node {self.node_id}: {self.pulse.trouble}"
+
+    def end_links(self, reason: str) -> None:
+        """End the links of all workers, for the sake of the node: no model is to blame."""
+        for link in list(self.links.values()):
+            link.ended = link.ended or WorkerEnded(reason, is_with_node=True)
+            link.abort()
+
+
+class Cluster:
+    """Mutable; used on the event loop alone."""
+
+    def __init__(
+        self,
+        authority: Authority,
+        nodes: Nodes,
+        driver: Driver,
+        receiver: Receiver,
+        welcome: Callable[[NodeId, bytes], messages.NodeWelcome],
+        residency_changed: Callable[[NodeId, messages.HeldChunks], None],
+        metrics: Metrics,
+    ) -> None:
+        """`receiver` takes what links bring. `welcome` makes the answer to a node's hello."""
+        self._authority, self._nodes = authority, nodes
+        self._driver, self._receiver = driver, receiver
+        self._welcome, self._residency_changed, self._metrics = welcome, residency_changed, metrics
+        self._joined: dict[NodeId, RemoteNode] = {}
+        self._lives: Counter[str] = Counter()  #: by name
+        self._drained: set[str] = set()  #: names of nodes
+        self._own_tickets = TicketIssuer(LOCAL)
+        self._own_held: dict[Digest, messages.HeldChunks] = {}
+        nodes.local.admit_data(LOCAL, self._own_tickets.key, is_encrypted=True)
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._report())]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for node in list(self._joined.values()):
+            self._lose(node, "the service ends")
+
+    # What connections bring.
+
+    async def serve(self, channel: Channel) -> None:
+        """Serve a connection to its end, or until a link has taken it over."""
+        message = await channel.receive()
+        match message:
+            case messages.AskAuthority() | messages.Join():
+                await answer_stranger(channel, message, self._authority)
+            case messages.NodeHello():
+                await self._serve_node(channel, message)
+            case messages.WorkerOpened():
+                self._open_worker(channel, message)
+
+    async def _serve_node(self, channel: Channel, hello: messages.NodeHello) -> None:
+        if (refused := self._refusal(channel, hello)) is not None:
+            log.warning("node_refused name=%s reason=%s", hello.name, refused.reason)
+            channel.send(refused)
+            return
+        life = self._lives[hello.name]
+        self._lives[hello.name] += 1
+        node_id = NodeId(hello.name if not life else f"{hello.name}.{life}")
+        node = RemoteNode(node_id, hello, channel)
+        self._joined[node_id] = self._nodes.others[node_id] = node
+        channel.send(self._welcome(node_id, node.tickets.key))
+        if hello.name in self._drained:
+            self._driver.post(events.NodeDraining(self._driver.now_s, node_id, True))
+        self._metrics.node_up.labels(hello.name).set(1)
+        log.info("node_joined node=%s host=%s devices=`%s`", node_id, channel.host, ", ".join(hello.devices))
+        try:
+            while (message := await channel.receive()) is not None:
+                node.num_silent_pulses = 0
+                self._take(node, message)
+        finally:
+            self._lose(node, channel.why_ended or "it closed the connection")
+
+    def _refusal(self, channel: Channel, hello: messages.NodeHello) -> messages.Refused | None:
+        if hello.name != channel.peer:
+            return messages.Refused(
+                f"the certificate is that of `{channel.peer}`, the node calls itself `{hello.name}`"
+            )
+        if not messages.VERSION - 1 <= hello.version <= messages.VERSION:
+            return messages.Refused(
+                f"the node speaks version {hello.version}, the head {messages.VERSION} and the one before; "
+                "install the same Hearth on both"
+            )
+        if any(node.name == hello.name for node in self._joined.values()):
+            return messages.Refused(
+                f"a node called `{hello.name}` is up; if its machine was copied, give this one credentials "
+                "of its own with `hearth join --name`",
+                is_final=False,
+            )
+        return None
+
+    def _take(self, node: RemoteNode, message: object) -> None:
+        match message:
+            case messages.NodePulse(number):
+                node.pulse = message
+                node.channel.send(messages.HeadPulse(number))
+            case messages.ChunksHeld(models):
+                for held in models:
+                    node.held[held.model] = held
+                    self._residency_changed(node.node_id, held)
+            case messages.LinksMeasured(links):
+                node.speeds |= {link.source: link for link in links}
+                for link in links:
+                    self._link_measured(link, node.node_id)
+            case messages.AskSources(number, model):
+                node.channel.send(messages.Sources(number, self._sources(model, node.node_id)))
+            case messages.AskTicket(number, target):
+                node.channel.send(self._ticket(number, target, node.node_id))
+            case _:
+                node.channel.abort(f"a node does not send {type(message).__name__}")
+
+    def _link_measured(self, link: messages.LinkSpeed, target: NodeId) -> None:
+        self._driver.post(
+            events.LinkMeasured(
+                self._driver.now_s, link.source, target, link.bytes_per_s, link.latency_s
+            )
+        )
+
+    def _open_worker(self, channel: Channel, opened: messages.WorkerOpened) -> None:
+        node, worker = self._joined.get(opened.node), opened.hello.worker
+        if node is None or node.name != channel.peer or worker in node.links:
+            self._metrics.cluster_stale.inc()  # of an earlier life
+            log.info("worker_refused worker=%s peer=%s reason=`its node has another life`", worker, channel.peer)
+            return
+        if not worker.startswith(f"{opened.node}/w"):
+            log.warning("worker_refused worker=%s node=%s reason=`it has a foreign name`", worker, opened.node)
+            return
+        link = Link(worker, self)
+        try:
+            link_over(channel, link)
+        except ConnectionResetError:
+            return
+        node.links[worker], node.hellos[worker] = link, opened.hello
+        log.info("worker_linked worker=%s device=%s", worker, opened.hello.device)
+        self._receiver.joined(link, opened.hello)
+
+    def _lose(self, node: RemoteNode, reason: str) -> None:
+        if self._joined.pop(node.node_id, None) is None:
+            return
+        del self._nodes.others[node.node_id]
+        self._metrics.node_up.labels(node.name).set(0)
+        log.warning("node_lost node=%s reason=%s", node.node_id, reason)
+        node.end_links(f"was on node {node.node_id}, which was lost ({reason}),")
+        node.channel.close()
+        self._driver.post(events.NodeLost(self._driver.now_s, node.node_id))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(PULSE_S)
+            for node in list(self._joined.values()):
+                node.num_silent_pulses += 1  # time in which this process did not run counts once
+                if node.num_silent_pulses > MAX_SILENT_PULSES:
+                    self._lose(node, f"it was silent for {MAX_SILENT_PULSES * PULSE_S:g} s")
+
+    async def _report(self) -> None:
+        while True:
+            held, links = await self._nodes.local.changes()
+            self._own_held |= {one.model: one for one in held}
+            for link in links:
+                self._link_measured(link, LOCAL)
+            await asyncio.sleep(REPORT_S)
+
+    # What links tell.
+
+    def joined(self, link: Link, hello: WorkerHello) -> None:
+        raise AssertionError("a link of another node has joined when it is made")
+
+    def received(self, link: Link, body: bytes) -> None:
+        self._receiver.received(link, body)
+
+    def left(self, link: Link) -> None:
+        for node in self._joined.values():
+            if link.worker is not None and node.links.get(link.worker) is link:
+                del node.links[link.worker], node.hellos[link.worker]
+        self._receiver.left(link)
+
+    # What keepers ask.
+
+    async def sources(self, model: Digest) -> Sequence[messages.Source]:
+        return self._sources(model, LOCAL)
+
+    async def ticket(self, node: NodeId) -> messages.TicketGranted:
+        answer = self._ticket(0, node, LOCAL)
+        if isinstance(answer, messages.TicketRefused):
+            raise Unreachable(answer.reason)
+        return answer
+
+    def _sources(self, model: Digest, asking: NodeId) -> tuple[messages.Source, ...]:
+        held_by = {LOCAL: self._own_held} | {one.node_id: one.held for one in self._joined.values()}
+        return tuple(
+            messages.Source(node, held[model])
+            for node, held in held_by.items()
+            if node != asking and model in held and any(held[model].host + held[model].disk)
+        )
+
+    def _ticket(
+        self, number: int, target: NodeId, asking: NodeId
+    ) -> messages.TicketGranted | messages.TicketRefused:
+        is_encrypted = self._nodes.local.is_encrypted
+        if target == LOCAL:  # a node knows how it reaches the head
+            ticket = self._own_tickets.issue(asking)
+            return messages.TicketGranted(number, "", self.port, ticket, is_encrypted)
+        node = self._joined.get(target)
+        if node is None:
+            return messages.TicketRefused(number, f"node `{target}` is not up")
+        ticket = node.tickets.issue(asking)
+        return messages.TicketGranted(number, node.hello.host or node.channel.host, node.hello.port, ticket, is_encrypted)
+
+    # What the service tells all nodes.
+
+    def count_requests(self, num_by_model: Mapping[Digest, int]) -> None:
+        self._tell_all(messages.RequestsCame(dict(num_by_model)))
+
+    def forget(self, model: Digest) -> None:
+        self._tell_all(messages.ForgetModel(model))
+
+    def _tell_all(self, message: messages.FromHead) -> None:
+        for node in self._joined.values():
+            node.channel.send(message)
+
+    # What users ask.
+
+    def drain(self, name: str, *, is_draining: bool) -> None:
+        """Send no more requests to a node, or have it back. Raises RequestError if it is not up."""
+        node_id = LOCAL if name == LOCAL else self._find(name).node_id
+        (self._drained.add if is_draining else self._drained.discard)(name)
+        self._driver.post(events.NodeDraining(self._driver.now_s, node_id, is_draining))
+
+    def remove(self, name: str) -> None:
+        """Remove a node from the cluster, for good. Raises ConfigError if there is none."""
+        self._authority.remove(name)
+        self._drained.discard(name)
+        for node in list(self._joined.values()):
+            if node.name == name:
+                node.channel.send(messages.LeaveCluster(f"`{name}` was removed from the cluster"))
+                self._lose(node, "it was removed")
+
+    def _find(self, name: str) -> RemoteNode:
+        for node in self._joined.values():
+            if node.name == name:
+                return node
+        known = ", ".join(node.name for node in self._joined.values()) or "none"
+        raise RequestError(f"no node called `{name:.80}` is up; nodes: {known}")
+
+    def views(self) -> tuple[NodeView, ...]:
+        return tuple(map(self._view, self._joined.values()))
+
+    def _view(self, node: RemoteNode) -> NodeView:
+        hello, workers = node.hello, node.workers()
+        return NodeView(
+            name=node.name,
+            node=node.node_id,
+            state="draining" if node.name in self._drained else "up",
+            host=node.channel.host,
+            devices=hello.devices,
+            num_workers=len(hello.devices),
+            num_ready_workers=sum(one.state == "ready" for one in workers),
+            budget_bytes=sum(one.hello.budget_bytes for one in workers if one.hello is not None),
+            host_used_bytes=node.pulse.host_used_bytes,
+            host_bytes=hello.host_bytes,
+            links=tuple(LinkView(one.source, one.bytes_per_s) for one in node.speeds.values()),
+            labels=hello.labels,
+            reason=node.pulse.trouble,
+        )

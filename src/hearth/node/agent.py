@@ -1,0 +1,345 @@
+"""The agent of a machine that has joined a cluster: runs its keeper and workers, and connects them to the head.
+
+Each life of the node is one control connection: the head answers its hello with a new id, and its workers
+live as long. When the head is lost, they end; their requests go on elsewhere. The agent then tries to join
+again, and its store keeps host memory for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from socket import socket
+
+import msgspec
+
+from hearth.core import node_messages as messages
+from hearth.core.config import EngineConfig, HearthConfig, parse_address
+from hearth.core.errors import HearthError, JoinRefused, Unreachable
+from hearth.core.messages import WorkerEnded, WorkerHello
+from hearth.core.types import Digest, NodeId
+from hearth.node.agent_socket import answer_keeper
+from hearth.node.channel import Channel, ClusterPort, connect
+from hearth.node.credentials import HEAD, Credentials
+from hearth.node.devices import Devices
+from hearth.node.link import Link
+from hearth.node.local_node import LocalNode, new_socket_path
+from hearth.node.processes import ErrorFile
+from hearth.node.relay import WorkerRelay
+from hearth.node.worker_template import WorkerTemplate
+
+#: Between two pulses. A peer that sends nothing for `MAX_SILENT_PULSES` of them is lost.
+PULSE_S, MAX_SILENT_PULSES = 0.5, 6
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
+#: Time for the head to answer a question of the keeper.
+ANSWER_S = 5.0
+REPORT_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """Mutable; used on the event loop alone."""
+
+    def __init__(
+        self,
+        config: HearthConfig,
+        devices: Devices,
+        path: Path,
+        credentials: Credentials,
+        errors: ErrorFile,
+        template: WorkerTemplate | None = None,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`path`: the data directory. `errors`, `template`: as in `Supervisor`. `tell`: prints for people."""
+        self._config, self._devices, self._path, self._errors = config, devices, path, errors
+        self._credentials, self._template, self._tell = credentials, template, tell
+        self._host, self._port = parse_address(credentials.head or "")
+        self._local: LocalNode | None = None  #: None: no keeper runs
+        self._channel: Channel | None = None  #: None: the head is not reached
+        self._node: NodeId | None = None  #: of the present or last life
+        self._is_encrypted = True
+        self._relays: dict[Link, WorkerRelay] = {}
+        self._openings: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._questions: dict[int, asyncio.Future[messages.Sources | messages.TicketGranted]] = {}
+        self._silent_pulses = 0
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises HearthError: the head has refused this node, or workers cannot run."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._close_local)
+            cluster = self._config.cluster
+            context = self._credentials.server_context(needs_certificate=True)
+            listen_at = parse_address(cluster.listen)
+            port = await ClusterPort.listen(*listen_at, context, _refuse_channel, self._take_data)
+            stack.push_async_callback(port.close)
+            self._socket = new_socket_path(self._path, "agent", stack)
+            server = await answer_keeper(self._socket, self)
+            stack.callback(server.close)
+            seen_at = (None, port.port) if cluster.address is None else parse_address(cluster.address)
+            hello = messages.NodeHello(
+                version=messages.VERSION,
+                name=self._credentials.name,
+                kind=self._devices.kind,
+                devices=self._devices.names(),
+                shares=tuple(map(self._devices.share_of, range(self._devices.num_workers))),
+                host_bytes=self._config.store.host_bytes,
+                port=seen_at[1],
+                host=seen_at[0],
+                labels=cluster.values_by_label,
+            )
+            await self._join_for_ever(hello)
+
+    async def _join_for_ever(self, hello: messages.NodeHello) -> None:
+        delay_s, lost_s, told = FIRST_RETRY_S, time.monotonic(), ""
+        while True:
+            try:
+                channel, welcome = await self._greet(hello)
+            except Unreachable as error:
+                if str(error) != told:
+                    told = str(error)
+                    self._tell(f"{told}; trying again until stopped")
+                    log.warning("head_unreachable reason=%s", error)
+            else:
+                self._tell(f"joined {self._describe(welcome)}")
+                log.info("joined node=%s head=%s:%d", welcome.node, self._host, self._port)
+                reason = await self._live(channel, welcome)
+                self._tell(f"lost the head at {self._host}:{self._port}: {reason}; trying again until stopped")
+                log.warning("head_lost node=%s reason=%s", welcome.node, reason)
+                delay_s, lost_s, told = FIRST_RETRY_S, time.monotonic(), ""
+            if time.monotonic() - lost_s > self._config.cluster.keep_host_s:
+                await self._close_local()
+            await asyncio.sleep(delay_s)
+            delay_s = min(2.0 * delay_s, LONGEST_RETRY_S)
+
+    def _describe(self, welcome: messages.NodeWelcome) -> str:
+        names = self._devices.names()
+        where = f"the cluster at {self._host}:{self._port} as {welcome.node}"
+        return f"{where}: {len(names)} workers on {', '.join(dict.fromkeys(names))}"
+
+    async def _greet(self, hello: messages.NodeHello) -> tuple[Channel, messages.NodeWelcome]:
+        """Raises Unreachable, if it may be tried again, and JoinRefused."""
+        channel = await self._connect()
+        channel.send(hello)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer = await channel.receive()
+        except TimeoutError:
+            answer = None
+        match answer:
+            case messages.NodeWelcome():
+                return channel, answer
+            case messages.Refused(reason, is_final):
+                channel.close()
+                raise JoinRefused(reason) if is_final else Unreachable(reason)
+        channel.close()
+        raise Unreachable(
+            f"the head at {self._host}:{self._port} did not answer: {channel.why_ended or 'it closed'}"
+        )
+
+    async def _connect(self) -> Channel:
+        return await connect(self._host, self._port, self._credentials.client_context(), HEAD)
+
+    # One life of the node.
+
+    async def _live(self, channel: Channel, welcome: messages.NodeWelcome) -> str:
+        """Serve the head until it is lost; return why. Raises HearthError, which ends the agent."""
+        self._channel, self._node, self._is_encrypted = channel, welcome.node, welcome.is_encrypted
+        self._silent_pulses = 0
+        tasks = [
+            asyncio.create_task(work)
+            for work in (self._receive(channel), self._pulse(channel), self._work(channel, welcome))
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            return channel.why_ended or "it closed the connection"
+        finally:
+            self._channel = None
+            for task in (*tasks, *self._openings):
+                task.cancel()
+            await asyncio.gather(*tasks, *self._openings, return_exceptions=True)
+            for question in self._questions.values():
+                question.cancel()
+            if self._local is not None:
+                self._local.tickets = None
+                await self._stop_workers()
+            channel.close()
+
+    async def _work(self, channel: Channel, welcome: messages.NodeWelcome) -> None:
+        """Run keeper and workers; report what the keeper has. Raises HearthError if they cannot run."""
+        service = replace(self._config.service, turns=welcome.turns)
+        config = replace(self._config, engine=EngineConfig(**welcome.engine), service=service)  # type: ignore[arg-type] # it checks
+        if self._local is None:
+            local = LocalNode(
+                config,
+                self._devices,
+                self._path,
+                self._errors,
+                self,
+                template=self._template,
+                agent_socket=self._socket,
+                credentials=self._credentials.path,
+            )
+            try:
+                await local.start()
+            except BaseException:
+                await local.close()
+                raise
+            self._local = local
+        self._local.config = config
+        self._local.admit_data(welcome.node, welcome.ticket_key, is_encrypted=welcome.is_encrypted)
+        self._local.start_workers(welcome.node)
+        reports = asyncio.create_task(self._report(self._local, channel))
+        try:
+            raise await asyncio.shield(self._local.supervisor.refusal)
+        finally:
+            reports.cancel()
+
+    async def _stop_workers(self) -> None:
+        """End all workers for the sake of the node: no model is to blame."""
+        assert self._local is not None, "it runs them"
+        for link in self._relays:
+            link.ended = WorkerEnded("was stopped with its node", is_with_node=True)
+        await self._local.supervisor.stop_workers()
+
+    async def _close_local(self) -> None:
+        if (local := self._local) is not None:
+            self._local = None
+            await local.close()
+
+    async def _pulse(self, channel: Channel) -> None:
+        for number in itertools.count(1):
+            self._silent_pulses += 1
+            if self._silent_pulses > MAX_SILENT_PULSES:  # time in which this process was stopped counts once
+                channel.abort(f"it was silent for {MAX_SILENT_PULSES * PULSE_S:g} s")
+                return
+            local = self._local
+            workers = [] if local is None else local.workers()
+            channel.send(
+                messages.NodePulse(
+                    number=number,
+                    workers=tuple(
+                        messages.NodeWorker(one.worker, one.state, one.pid, one.num_restarts, one.reason)
+                        for one in workers
+                    ),
+                    host_used_bytes=0 if local is None else local.host_used_bytes,
+                    trouble=None if local is None else local.trouble(),
+                )
+            )
+            await asyncio.sleep(PULSE_S)
+
+    async def _report(self, local: LocalNode, channel: Channel) -> None:
+        local.forget_reported()
+        while True:
+            held, links = await local.changes()
+            if held:
+                channel.send(messages.ChunksHeld(held))
+            if links:
+                channel.send(messages.LinksMeasured(links))
+            await asyncio.sleep(REPORT_S)
+
+    async def _receive(self, channel: Channel) -> None:
+        while (message := await channel.receive()) is not None:
+            self._silent_pulses = 0
+            match message:
+                case messages.RequestsCame(num_by_model):
+                    await self._tell_keeper(lambda local: local.keeper.count_requests(num_by_model))
+                case messages.ForgetModel(model):
+                    await self._tell_keeper(lambda local: local.keeper.forget(f"hearth://{model}"))
+                case messages.Sources(number) | messages.TicketGranted(number):
+                    self._answered(number, message)
+                case messages.TicketRefused(number, reason):
+                    self._answered(number, Unreachable(reason))
+                case messages.LeaveCluster(reason) | messages.Refused(reason):
+                    raise JoinRefused(reason)
+                case _:
+                    pass  # a pulse
+
+    async def _tell_keeper(self, tell: Callable[[LocalNode], Awaitable[None]]) -> None:
+        if self._local is None:
+            return
+        try:
+            await tell(self._local)
+        except (HearthError, OSError) as error:
+            log.warning("keeper_not_told reason=%s", error)
+
+    # What the keeper asks.
+
+    async def sources(self, model: Digest) -> Sequence[messages.Source]:
+        answer = await self._ask(lambda number: messages.AskSources(number, model))
+        assert isinstance(answer, messages.Sources), f"{answer=}"
+        return answer.sources
+
+    async def ticket(self, node: NodeId) -> messages.TicketGranted:
+        answer = await self._ask(lambda number: messages.AskTicket(number, node))
+        assert isinstance(answer, messages.TicketGranted), f"{answer=}"
+        return answer if answer.host else msgspec.structs.replace(answer, host=self._host)
+
+    async def _ask(
+        self, question: Callable[[int], messages.AskSources | messages.AskTicket]
+    ) -> messages.Sources | messages.TicketGranted:
+        if self._channel is None:
+            raise Unreachable("the head of the cluster is not reached")
+        number = next(self._numbers)
+        answered = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._channel.send(question(number))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await answered
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not answered.cancelled():
+                raise
+            raise Unreachable("the head of the cluster does not answer") from None
+        finally:
+            del self._questions[number]
+
+    def _answered(
+        self, number: int, answer: messages.Sources | messages.TicketGranted | HearthError
+    ) -> None:
+        if (question := self._questions.get(number)) is None or question.done():
+            return
+        if isinstance(answer, HearthError):
+            question.set_exception(answer)
+        else:
+            question.set_result(answer)
+
+    def _take_data(self, connection: socket, ticket: bytes) -> None:
+        if self._local is None:
+            connection.close()
+        else:
+            self._local.take_data(connection, ticket)
+
+    # What workers tell.
+
+    def joined(self, link: Link, hello: WorkerHello) -> None:
+        assert self._node is not None, "workers are started by a welcome"
+        relay = self._relays[link] = WorkerRelay(link, hello, self._node)
+        opening = asyncio.create_task(self._open(link, relay))
+        self._openings.add(opening)
+        opening.add_done_callback(self._openings.discard)
+
+    def received(self, link: Link, body: bytes) -> None:
+        self._relays[link].worker_sent(body)
+
+    def left(self, link: Link) -> None:
+        self._relays.pop(link).worker_left()
+
+    async def _open(self, link: Link, relay: WorkerRelay) -> None:
+        try:
+            relay.open(await self._connect())
+        except (HearthError, OSError) as error:
+            log.warning("worker_not_connected worker=%s reason=%s", link.worker, error)
+            link.abort()
+
+
+async def _refuse_channel(channel: Channel) -> None:
+    channel.send(messages.Refused("this machine is not the head of the cluster; connect to the head"))
