@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hearth.core.types import Hold, ModelId, RequestId, WorkerId
+from hearth.core.types import LOCAL, Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import (
@@ -44,7 +44,7 @@ def checked(config: BrainConfig, moves: Moves) -> World:
 
 def can_take(worker: Worker, model: Model, *holds: Hold) -> bool:
     """Whether a worker would have room for a model if all others so held were gone."""
-    if model.profile is None or model.name in worker.replicas:
+    if model.profile is None or model.name in worker.replicas or worker.is_draining:
         return False
     if model.usable and worker.name in model.failed_on:
         return False
@@ -57,7 +57,7 @@ def can_take(worker: Worker, model: Model, *holds: Hold) -> bool:
 
 def can_take_turns(worker: Worker, model: Model) -> bool:
     """Whether a worker could host a model, each in turn, beside pinned ones and what busy ones keep."""
-    if model.profile is None or model.name in worker.replicas:
+    if model.profile is None or model.name in worker.replicas or worker.is_draining:
         return False
     footprint = model.profile.footprints[worker.kind]
     staying = [one for one in worker.replicas.values() if one.hold not in (Hold.RETAINED, Hold.WARM)]
@@ -175,8 +175,8 @@ def check_warm_models_go_last(fleet: Fleet, model: Model, place: ReplicaPlace) -
     ):
         assert model.profile is not None
         bytes_there = model.resident_bytes.get(place.worker.name, 0)
-        all_s = fleet.estimates.reload.load_s(model.profile.num_bytes, model.bytes_by_rung)
-        rest_s = fleet.estimates.reload.load_s(model.profile.num_bytes - bytes_there, model.bytes_by_rung)
+        all_s = fleet.estimates.load_s(model.profile.num_bytes, model, LOCAL)
+        rest_s = fleet.estimates.load_s(model.profile.num_bytes - bytes_there, model, LOCAL)
         assert place.evictions.evict_s < all_s - rest_s
 
 

@@ -154,6 +154,8 @@ def test_a_model_has_an_untried_place_only_where_it_has_not_failed_and_idle_mode
             worker.promises.has_room(footprints[worker.kind], most)
             or (takes_turns and worker.promises.can_take_turns(footprints[worker.kind], Hold.WARM))
             for worker in fleet.workers.values()
-            if worker.name not in model.failed_on and worker.name not in model.replicas
+            if worker.name not in model.failed_on
+            and worker.name not in model.replicas
+            and not worker.is_draining
         ]
         assert has_untried_place(fleet, model) == any(untried)

@@ -43,7 +43,8 @@ def remove_model(fleet: Fleet, name: ModelId) -> list[Action]:
     waiting = list(model.waiting.values())
     actions: list[Action] = [reject(fleet, r, RejectReason.MODEL_REMOVED, message) for r in waiting]
     before, model.profile = model.profile, None
-    model.named_keep_alive_s = model.bytes_by_rung = None
+    model.named_keep_alive_s, model.largest_holders = None, ()
+    model.residency.clear()
     model.clear_failures()
     fleet.update_unplaced(model)
     fleet.estimates.forget(name)

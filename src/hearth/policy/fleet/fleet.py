@@ -7,10 +7,11 @@ workers or models. `reindex` carries a change of a replica into all of these.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TypeVar
 
-from hearth.core.types import Hold, ModelId, RequestId, WorkerId
+from hearth.core.types import Hold, ModelId, NodeId, RequestId, WorkerId
 from hearth.policy.fleet.capacity import FleetCapacity, Promises
 from hearth.policy.fleet.device_bytes import forget_worker, rank_retired
 from hearth.policy.fleet.estimates import Estimates
@@ -45,16 +46,19 @@ class Fleet:
         self.drains: dict[ModelId, Drain] = {}
         #: Workers that were drained in vain, and until when they are not drained or reserved, in order.
         self.resting: dict[WorkerId, float] = {}
+        self.draining: dict[NodeId, None] = {}
+        self.num_workers_by_node: Counter[NodeId] = Counter()
+        #: The most workers there have been at a time: a lost one is replaced.
+        self.most_by_node: dict[NodeId, int] = {}
         #: When the first waiting model without a drain stops reserving room.
         self.kept_until_s = math.inf
         self.timer_s: float | None = None
         self.num_added = 0
-        #: The most workers there have been at a time: a lost one is replaced.
-        self.most_workers = 0
 
     @property
     def is_complete(self) -> bool:
-        return 0 < self.most_workers == len(self.workers)
+        """False while a worker is being replaced, or a node that is drained may be had back."""
+        return 0 < sum(self.most_by_node.values()) == len(self.workers) and not self.draining
 
     def advance(self, now_s: float) -> None:
         """Begin a step. Time never goes back; warm replicas expire."""
@@ -75,10 +79,14 @@ class Fleet:
     def join(self, event: WorkerJoined) -> None:
         assert event.worker not in self.workers, f"joined twice: worker `{event.worker}`"
         promises = Promises(event.budget_bytes, event.shares_workspace)
-        worker = Worker(event.worker, event.kind, promises)
+        worker = Worker(event.worker, event.kind, promises, node=event.node)
+        worker.is_draining = event.node in self.draining
         self.workers[worker.name] = worker
-        self.most_workers = max(self.most_workers, len(self.workers))
-        self.capacity.put(worker.kind, worker.name, worker.promises)
+        self.num_workers_by_node[worker.node] += 1
+        num_workers = self.num_workers_by_node[worker.node]
+        self.most_by_node[worker.node] = max(self.most_by_node.get(worker.node, 0), num_workers)
+        if not worker.is_draining:
+            self.capacity.put(worker.kind, worker.name, worker.promises)
         self.queues.must_serve = True
 
     def lose(
@@ -102,9 +110,39 @@ class Fleet:
             del self.drains[worker.drain.model.name]
         self.resting.pop(worker.name, None)
         del self.workers[worker.name]
-        self.capacity.drop(worker.kind, worker.name)
+        self.num_workers_by_node[worker.node] -= 1
+        if not self.num_workers_by_node[worker.node]:
+            del self.num_workers_by_node[worker.node]
+        if not worker.is_draining:
+            self.capacity.drop(worker.kind, worker.name)
         self.queues.must_serve = True
         return requests
+
+    def drain_node(self, node: NodeId, *, is_draining: bool) -> None:
+        """Stop placing anything on a node, or begin again. What runs there may finish."""
+        if is_draining:
+            self.draining[node] = None
+        else:
+            self.draining.pop(node, None)
+        for worker in self.workers.values():
+            if worker.node == node and worker.is_draining is not is_draining:
+                worker.is_draining = is_draining
+                if is_draining:
+                    self.capacity.drop(worker.kind, worker.name)
+                else:
+                    self.capacity.put(worker.kind, worker.name, worker.promises)
+                for replica in list(worker.replicas.values()):
+                    self.reindex(replica)
+        self.queues.must_serve = True
+
+    def lose_node(self, node: NodeId) -> None:
+        """Forget a node whose workers are lost. It is not waited for."""
+        self.most_by_node.pop(node, None)
+        self.draining.pop(node, None)
+        self.estimates.forget_node(node)
+        for model in self.models.values():
+            if node in model.residency:
+                model.report(node, None)
 
     def add(self, replica: Replica) -> None:
         model, worker = replica.model, replica.worker
@@ -184,7 +222,7 @@ class Fleet:
             self._change_hold(replica, hold)
         self.notices.put(replica)
         self.expiries.put(replica)
-        is_usable = is_there and not replica.is_stale and replica.drain is None
+        is_usable = is_there and replica.takes_requests
         if model.waiting and is_usable is not (worker.name in model.usable):
             self.queues.must_serve = True
         _enter(worker.busy, model.name, replica, is_in=is_there and bool(replica.running))
@@ -209,7 +247,8 @@ class Fleet:
         if hold is Hold.PINNED:
             self.queues.must_refuse = True
         replica.hold = hold
-        self.capacity.put(worker.kind, worker.name, worker.promises)
+        if not worker.is_draining:
+            self.capacity.put(worker.kind, worker.name, worker.promises)
 
     # Requests.
 

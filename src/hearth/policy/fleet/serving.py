@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from itertools import islice
 
-from hearth.core.types import Hold
+from hearth.core.types import LOCAL, Hold
 from hearth.policy.fleet.drain import begin_drain, is_done, is_in_vain, is_needless, plan_drain
 from hearth.policy.fleet.events import Action, Dispatch, Evict, LoadModel, Option, SetTimer, Why
 from hearth.policy.fleet.fleet import Fleet
@@ -116,7 +116,7 @@ def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bo
     is_queue_filling = 2 * fleet.queues.num_waiting >= fleet.config.max_queue
     if is_queue_filling or _is_overdue(fleet, model):
         return True
-    load_s = fleet.estimates.reload.load_s(model.profile.num_bytes, model.bytes_by_rung)
+    load_s = fleet.estimates.load_s(model.profile.num_bytes, model, LOCAL)
     run_s = fleet.estimates.run_s(model.name)
     return load_s + evict_s < run_s * len(model.waiting) / max(1, model.num_running)
 
