@@ -437,7 +437,10 @@ class Driver:
                 self.post(events.LoadProgressed(now_s, worker, model, fact.num_bytes))
             case messages.ModelLoaded(model):
                 self._observer.load_ended(now_s, worker, fact)
-                rungs = tuple(events.RungUse(use.rung, use.num_bytes, use.seconds) for use in fact.rungs)
+                rungs = tuple(
+                    events.RungUse(use.rung, use.num_bytes, use.seconds)
+                    for use in messages.sum_by_rung(fact.rungs).values()
+                )
                 self.post(
                     events.ModelReady(
                         now_s, worker, model, rungs, fact.total_s, fact.ahead_bytes, fact.shared_bytes

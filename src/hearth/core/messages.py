@@ -16,6 +16,7 @@ recognised.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from msgspec import Struct
@@ -105,6 +106,7 @@ class KeeperSetup(Struct, frozen=True):
     host_bytes: int
     log_level: str
     agent_socket: str | None = None  #: where it asks for chunks of other nodes; None: there are none
+    peers_socket: str | None = None  #: where it takes connections of other nodes from the agent
     credentials: str | None = None  #: the directory of this node's certificate and key; None: no cluster
 
 
@@ -300,6 +302,16 @@ class RungBytes(Struct, frozen=True):
     rung: Rung
     num_bytes: int
     seconds: float
+    source: str = ""  #: the node that sent them; empty: this one, or object storage
+
+
+def sum_by_rung(uses: Iterable[RungBytes]) -> dict[Rung, RungBytes]:
+    """Sum over the nodes that sent bytes of a rung."""
+    sums: dict[Rung, RungBytes] = {}
+    for use in uses:
+        before = sums.get(use.rung, RungBytes(use.rung, 0, 0.0))
+        sums[use.rung] = RungBytes(use.rung, before.num_bytes + use.num_bytes, before.seconds + use.seconds)
+    return sums
 
 
 class ModelLoaded(Struct, frozen=True, tag=True):

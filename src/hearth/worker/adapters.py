@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from hearth.core.errors import DeviceError
-from hearth.core.messages import AdapterLoaded, AdapterOrder, AdapterUsage, RungBytes, StartRequest
+from hearth.core.messages import AdapterLoaded, AdapterOrder, AdapterUsage, StartRequest
 from hearth.core.types import AdapterId, ModelId
 from hearth.engine.engine import Engine
 from hearth.policy.memory.adapter_residency import AdapterState
 from hearth.store.transfer.lease_client import OpenedAdapter
+from hearth.store.transfer.record import rung_bytes
 from hearth.worker.adapter_load import (
     AdapterArriving,
     AdapterBroken,
@@ -337,16 +338,17 @@ class WorkerAdapters:
         wanted, record = self._wanted.get(adapter), news.record
         if wanted is None:
             return None
-        rungs = tuple(RungBytes(rung, use.num_bytes, use.seconds) for rung, use in record.rungs.items())
         self._reclaimer.reload_costs.learn_load(
             adapter,
-            {use.rung: use.num_bytes for use in rungs},
-            {use.rung: use.seconds for use in rungs},
+            {rung: use.num_bytes for rung, use in record.rungs.items()},
+            {rung: use.seconds for rung, use in record.rungs.items()},
             None if record.shared_bytes else record.total_s,
         )
         runs = tuple(self.residency.runs_of(adapter))
         log.debug("adapter_loaded adapter=%s load_s=%.3f", wanted.order.name, record.total_s)
-        return AdapterLoaded(adapter, runs, record.num_bytes, rungs, wanted.wait_s, record.total_s)
+        return AdapterLoaded(
+            adapter, runs, record.num_bytes, rung_bytes(record), wanted.wait_s, record.total_s
+        )
 
     def _fail(self, adapter: AdapterId, failure: Failure) -> FailedRuns:
         runs = self.residency.runs_of(adapter)

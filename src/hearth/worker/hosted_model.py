@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.core.messages import HostModel, ModelLoaded, RungBytes, StartRequest
+from hearth.core.messages import HostModel, ModelLoaded, StartRequest
 from hearth.core.types import Hold, ModelId, RequestId
 from hearth.engine.engine import Engine
 from hearth.memory.pool import Pool, Space
@@ -21,7 +21,7 @@ from hearth.policy.memory.byte_eviction import effective_hold
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.format.manifest import TOKENIZER
 from hearth.store.transfer.lease_client import OpenedModel
-from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.record import LoadRecord, rung_bytes
 from hearth.worker.failure import start_thread
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
 from hearth.worker.hosting_state import (
@@ -338,7 +338,7 @@ class HostedModel:
         loaded = ModelLoaded(
             model=self.model,
             hosting=self.order.hosting,
-            rungs=_sum_rungs([*prefetched, record]),
+            rungs=rung_bytes(*prefetched, record),
             reused_bytes=max(0, reused_bytes - ahead_bytes),
             shared_bytes=record.shared_bytes + sum(one.shared_bytes for one in prefetched),
             open_s=times.open_s,
@@ -399,15 +399,3 @@ class HostedModel:
 def _identity(order: HostModel) -> tuple[object, ...]:
     where = (order.where, order.digest, order.weight, order.slot)
     return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)
-
-
-def _sum_rungs(records: Sequence[LoadRecord]) -> tuple[RungBytes, ...]:
-    uses = [(rung, use) for record in records for rung, use in record.rungs.items()]
-    return tuple(
-        RungBytes(
-            rung,
-            sum(use.num_bytes for other, use in uses if other == rung),
-            sum(use.seconds for other, use in uses if other == rung),
-        )
-        for rung in dict(uses)
-    )

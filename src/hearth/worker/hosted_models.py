@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from hearth.core.errors import DeviceError
-from hearth.core.messages import HostModel, ModelLoaded, PrepareModel
+from hearth.core.messages import HostModel, ModelLoaded, PrepareModel, sum_by_rung
 from hearth.core.types import Hold, ModelId
 from hearth.engine.engine import Engine
 from hearth.worker.adapter_load import PostAdapterNews
@@ -227,18 +227,21 @@ class HostedModels:
     def _announced(self, loaded: ModelLoaded | None) -> ModelLoaded | None:
         if loaded is not None:
             log.info(
-                "model_loaded model=%s load_s=%.3f open_s=%.3f place_s=%.3f kernels_s=%.3f assemble_s=%.3f",
+                "model_loaded model=%s load_s=%.3f open_s=%.3f place_s=%.3f kernels_s=%.3f assemble_s=%.3f "
+                "sources=%s",
                 loaded.model,
                 loaded.total_s,
                 loaded.open_s,
                 loaded.place_s,
                 loaded.kernels_s,
                 loaded.assemble_s,
+                ",".join(f"{use.source}:{use.num_bytes}" for use in loaded.rungs if use.source),
             )
+            rungs = sum_by_rung(loaded.rungs)
             self.reclaimer.reload_costs.learn_load(
                 loaded.model,
-                {use.rung: use.num_bytes for use in loaded.rungs},
-                {use.rung: use.seconds for use in loaded.rungs},
+                {rung: use.num_bytes for rung, use in rungs.items()},
+                {rung: use.seconds for rung, use in rungs.items()},
                 loaded.whole_s,
             )
             self.reclaimer.policy.note_freed()

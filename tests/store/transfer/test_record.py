@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from hearth.core.messages import RungBytes, sum_by_rung
 from hearth.core.types import Rung
-from hearth.store.transfer.record import Delivery, RungTotals, Tally, totals_by_rung
+from hearth.store.transfer.record import Delivery, RungTotals, Tally, rung_bytes, totals_by_rung
 
 BEGAN_S = 100.0
 
@@ -67,3 +70,19 @@ def test_without_a_first_layer_of_its_own_a_load_is_usable_at_its_end(
     noted_s: float | None, told_s: float
 ) -> None:
     assert Tally(BEGAN_S, first_layer_s=noted_s).record("m", 110.0).first_layer_s == told_s
+
+
+def test_nodes_share_the_seconds_of_their_rung_by_what_they_sent() -> None:
+    tally = Tally(100.0)
+    for began_s, source in ((100.0, "gpu-2"), (101.25, "gpu-3"), (102.5, "gpu-2"), (103.75, "gpu-2")):
+        tally.took(replace(delivery(Rung.PEER, began_s), source=source), 4096)
+    tally.took(delivery(Rung.DISK, 100.0), 4096)
+    record = tally.record("m", 105.0)
+    assert record.rungs[Rung.PEER].bytes_by_source == {"gpu-2": 3 * 4096, "gpu-3": 4096}
+    uses = rung_bytes(record, record)
+    assert uses == (
+        RungBytes(Rung.PEER, 6 * 4096, 7.5, "gpu-2"),
+        RungBytes(Rung.PEER, 2 * 4096, 2.5, "gpu-3"),
+        RungBytes(Rung.DISK, 2 * 4096, 2.5),
+    )
+    assert sum_by_rung(uses)[Rung.PEER] == RungBytes(Rung.PEER, 8 * 4096, 10.0)

@@ -85,11 +85,13 @@ class ChunkPrices:
             return self._costs.bytes_per_s(rung)
 
     def of_host_chunk(self, chunk_id: str) -> Price:
-        remote = Rung.DISK if self._is_on_disk(ChunkId(chunk_id)) else Rung.OBJECT
-        return self._price(chunk_id, lambda model: Rung.DISK if model.remote is None else remote)
+        is_on_disk = self._is_on_disk(ChunkId(chunk_id))
+        return self._price(
+            chunk_id, lambda model: Rung.DISK if is_on_disk else _remote_rung(model, Rung.DISK)
+        )
 
     def of_disk_chunk(self, chunk_id: str) -> Price:
-        return self._price(chunk_id, lambda _: Rung.OBJECT)
+        return self._price(chunk_id, lambda model: _remote_rung(model, Rung.OBJECT))
 
     def _price(self, chunk_id: str, below: Callable[[StoredModel], Rung]) -> Price:
         with self._lock:
@@ -130,3 +132,7 @@ class ChunkPrices:
             entry.positions.pop(digest, None)
             if not entry.positions:
                 del self._chunks[chunk_id]
+
+
+def _remote_rung(model: StoredModel, default: Rung) -> Rung:
+    return default if model.remote is None else model.remote.rung

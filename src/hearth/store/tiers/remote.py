@@ -20,9 +20,11 @@ from obstore.store import HTTPStore, S3Store
 
 from hearth.core.errors import BadCheckpoint, ChunkMissing, ConfigError, LoadCancelled, Unreachable
 from hearth.core.model_files import MAX_JSON_BYTES
+from hearth.core.types import Rung
 from hearth.models.layout import ByteRange
-from hearth.store.format.manifest import CHUNK_BYTES, WEIGHTS
+from hearth.store.format.manifest import CHUNK_BYTES, WEIGHTS, StoredManifest, digest_of
 from hearth.store.tiers.credentials import find_s3_access
+from hearth.store.tiers.model import ChunkArrival
 
 if TYPE_CHECKING:  # the client library offers these to the type checker only
     from obstore import GetOptions
@@ -78,6 +80,8 @@ def _always() -> bool:
 class RemoteModel:
     """A model's files below `s3://bucket/prefix` or `http(s)://host/prefix`. Many threads may read."""
 
+    rung = Rung.OBJECT
+
     def __init__(self, url: str, retry: Retry = PATIENT) -> None:
         self.url = url.rstrip("/")
         self.counters = Counters()
@@ -101,6 +105,19 @@ class RemoteModel:
         if buffer.nbytes:
             part = ByteRange(offset, offset + buffer.nbytes)
             buffer[:] = memoryview(self._read(WEIGHTS, part, is_wanted))
+
+    def read_chunk(
+        self, manifest: StoredManifest, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+    ) -> ChunkArrival:
+        self.read_into(manifest.chunk_range(index).begin, buffer, is_wanted)
+        began_s = time.perf_counter()
+        return ChunkArrival(digest_of(buffer), time.perf_counter() - began_s)
+
+    def is_faster(self, index: int, bytes_per_s: float) -> bool:
+        return False
+
+    def distrust(self, source: str) -> None:
+        """There is no other source."""
 
     def _read(
         self,

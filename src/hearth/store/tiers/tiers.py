@@ -42,7 +42,7 @@ from hearth.store.tiers.upstream import (
 )
 from hearth.store.transfer.chunk_reader import ChunkReader
 from hearth.store.transfer.fetch import Fetch, Fetcher
-from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.record import LoadRecord, rung_bytes
 
 log = logging.getLogger(__name__)
 
@@ -202,12 +202,13 @@ class Tiers:
         for rung, use in record.rungs.items():
             self.prices.moved(rung, use.num_bytes, use.seconds)
         log.info(
-            "model_loaded model=%s bytes=%d load_s=%.3f first_layer_s=%.3f rungs=%s",
+            "model_loaded model=%s bytes=%d load_s=%.3f first_layer_s=%.3f rungs=%s sources=%s",
             record.model,
             record.num_bytes,
             record.total_s,
             record.first_layer_s,
             ",".join(f"{rung}:{use.num_bytes}" for rung, use in record.rungs.items()),
+            ",".join(f"{use.source}:{use.num_bytes}" for use in rung_bytes(record) if use.source),
         )
 
     @property

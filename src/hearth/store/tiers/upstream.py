@@ -25,7 +25,7 @@ from blake3 import blake3
 from hearth.core.errors import ChunkMissing, StoreError, Unreachable
 
 if TYPE_CHECKING:  # loads torch, which the gateway does without
-    from hearth.store.tiers.remote import RemoteModel
+    from hearth.store.tiers.model import RemoteFiles
 
 UPSTREAM = "upstream.json"
 #: How long a look at the Hub may take; at object storage it is `remote.BRIEF`.
@@ -126,7 +126,7 @@ def version_now(source: str) -> str:
     return version_at(RemoteModel(parse_address(source).url, BRIEF))
 
 
-def version_at(remote: RemoteModel) -> str:
+def version_at(remote: RemoteFiles) -> str:
     """Return the digest of the manifest that a URL has now. Raises HearthError."""
     from hearth.store.format.description import parse_description
     from hearth.store.format.manifest import MANIFEST

@@ -1,64 +1,82 @@
-"""Reads one chunk into a buffer, from disk or else from object storage. Schedules nothing, keeps no books.
+"""Reads one chunk into a buffer, from disk, other nodes or object storage. Schedules nothing, keeps no books.
 
-Wrong bytes never leave this module: the place they came from is struck off, the next one is tried, and object
-storage is asked again. What comes from outside this machine is checked by BLAKE3 each time; for files, see
+Wrong bytes never leave this module: the place they came from is struck off, the next one is tried, and nodes
+and object storage are asked again. What comes from outside this machine is checked by BLAKE3 each time; for files, see
 `verified_read.py`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import xxhash
 
 from hearth.core.errors import ChunkCorrupt, ChunkMissing, HearthError, StoreError, UpstreamChanged
 from hearth.core.types import Rung
 from hearth.policy.memory.byte_eviction import Price
-from hearth.store.format.manifest import WEIGHTS, digest_of
+from hearth.store.format.manifest import WEIGHTS
 from hearth.store.tiers.disk import DiskTier, Location
-from hearth.store.tiers.model import StoredModel
-from hearth.store.tiers.remote import RemoteModel
+from hearth.store.tiers.model import RemoteFiles, StoredModel
 from hearth.store.tiers.upstream import note_version, version_at
 from hearth.store.tiers.verified_read import read_verified
 from hearth.store.transfer.record import Delivery
 
-#: How often object storage may send wrong bytes for one chunk. `RemoteModel` retries lost answers.
+#: How often wrong bytes may come for one chunk. `RemoteFiles` retry lost answers.
 MAX_WRONG_ANSWERS = 3
 
 log = logging.getLogger(__name__)
 
 
 class ChunkReader:
-    """Reads chunks from disk, then from object storage. Any thread may call it."""
+    """Reads chunks from disk, then from elsewhere. Any thread may call it."""
 
-    def __init__(self, disk: DiskTier, price: Callable[[str], Price], *, may_be_direct: bool = True) -> None:
-        """`price` of a chunk on disk decides evictions there. `may_be_direct`: see `read_verified`."""
+    def __init__(
+        self,
+        disk: DiskTier,
+        price: Callable[[str], Price],
+        *,
+        may_be_direct: bool = True,
+        disk_bytes_per_s: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """`price` of a chunk on disk decides evictions there. `may_be_direct`: see `read_verified`.
+
+        Another node's host memory is preferred if it is faster than `disk_bytes_per_s`.
+        """
         self._disk = disk
         self._price = price
         self._may_be_direct = may_be_direct
+        self._disk_bytes_per_s = disk_bytes_per_s
         self._is_full_known = False  #: a full or broken disk is logged once, not once per chunk
         self._telling = threading.Lock()  #: guards `_is_full_known`, for many readers
 
     def is_far(self, model: StoredModel, index: int) -> bool:
-        return model.remote is not None and not self._disk.holds(model.manifest.chunk_ids[index])
+        if model.remote is None:
+            return False
+        is_on_disk = self._disk.holds(model.manifest.chunk_ids[index])
+        return not is_on_disk or model.remote.is_faster(index, self._disk_bytes_per_s())
 
     def deliver(
         self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
     ) -> Delivery:
         """Fill `buffer` with a verified chunk; give up when `is_wanted` turns false. Raises StoreError."""
         failures: list[StoreError] = []
-        delivery = self._from_disk(model, index, buffer, failures) or self._from_object(
-            model, index, buffer, failures, is_wanted
-        )
+        from_disk = partial(self._from_disk, model, index, buffer, failures)
+        from_remote = partial(self._from_remote, model, index, buffer, failures, is_wanted)
+        first, second = (from_remote, from_disk) if self.is_far(model, index) else (from_disk, from_remote)
+        delivery = first() or second()
         if delivery is None:
             raise _not_found(model, index, failures)
         return delivery
 
     def keep(self, model: StoredModel, index: int, data: memoryview) -> None:
-        """Write a chunk from object storage to disk. A failure is only logged: no load depends on it."""
+        """Write a chunk from elsewhere to disk. A failure is only logged: no load depends on it."""
+        if self._disk.holds(model.manifest.chunk_ids[index]):
+            return
         failure = None
         try:
             xxh3 = xxhash.xxh3_128_hexdigest(data)
@@ -102,7 +120,7 @@ class ChunkReader:
         except StoreError as error:  # the next read condemns it again
             log.warning("place_stays path=%s reason=%s", place.path, error)
 
-    def _from_object(
+    def _from_remote(
         self,
         model: StoredModel,
         index: int,
@@ -110,34 +128,48 @@ class ChunkReader:
         failures: list[StoreError],
         is_wanted: Callable[[], bool],
     ) -> Delivery | None:
-        if model.remote is None:
+        remote = model.remote
+        if remote is None:
             return None
-        chunk, part = model.manifest.chunks[index], model.manifest.chunk_range(index)
+        chunk = model.manifest.chunks[index]
         for num_wrong in range(MAX_WRONG_ANSWERS):
             began_s = time.perf_counter()
             try:
-                model.remote.read_into(part.begin, buffer, is_wanted)
+                arrival = remote.read_chunk(model.manifest, index, buffer, is_wanted)
             except StoreError as error:
                 failures.append(error)
-                if isinstance(error, ChunkMissing) and (change := _change_upstream(model, model.remote)):
+                if isinstance(error, ChunkMissing) and (change := _change_upstream(model, remote)):
                     failures.append(change)
                 return None
-            read_s = time.perf_counter() - began_s
-            found = digest_of(buffer)
-            verify_s = time.perf_counter() - began_s - read_s
+            found, source = arrival.digest, arrival.source
+            read_s = time.perf_counter() - began_s - arrival.hash_s
             if found == chunk.digest:
-                return Delivery(Rung.OBJECT, len(buffer), began_s, read_s, verify_s, len(failures))
-            log.warning("object_corrupt model=%s chunk=%d found=%s", model.name, index, found)
-            failures.append(
-                ChunkCorrupt(f"`{model.remote.url}` sent bytes that hash to {found}, stored: {chunk.digest}")
+                return Delivery(
+                    remote.rung, len(buffer), began_s, read_s, arrival.hash_s, len(failures), source
+                )
+            log.warning(
+                "%s_corrupt model=%s chunk=%d source=%s found=%s",
+                remote.rung,
+                model.name,
+                index,
+                source or remote.url,
+                found,
             )
-            if num_wrong == 0 and (change := _change_upstream(model, model.remote)):
+            failures.append(
+                ChunkCorrupt(
+                    f"`{source or remote.url}` sent bytes that hash to {found}, stored: {chunk.digest}"
+                )
+            )
+            remote.distrust(source)
+            if num_wrong == 0 and (change := _change_upstream(model, remote)):
                 failures.append(change)
                 return None  # asking again would bring the same
         return None
 
 
-def _change_upstream(model: StoredModel, remote: RemoteModel) -> UpstreamChanged | None:
+def _change_upstream(model: StoredModel, remote: RemoteFiles) -> UpstreamChanged | None:
+    if remote.rung is not Rung.OBJECT:  # nodes are asked by the digest
+        return None
     try:
         version = version_at(remote)
     except HearthError:  # the failure before says what is wrong

@@ -313,7 +313,7 @@ class Fetcher:
         delivery = self._chunk_reader.deliver(
             model, job.index, memory, lambda: self._has_takers(job.chunk_id)
         )
-        is_kept = delivery.rung is Rung.OBJECT
+        is_kept = delivery.rung in (Rung.PEER, Rung.OBJECT)
         self._deliver(job, delivery, is_leased_on=is_kept)
         if is_kept:
             try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hearth.core.messages import RungBytes
 from hearth.core.types import Rung
 
 
@@ -17,6 +19,7 @@ class Delivery:
     read_s: float
     verify_s: float
     num_failures: int  #: places or answers that were no good before
+    source: str = ""  #: the node that it came from; empty: this one, or object storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class RungTotals:
     num_chunks: int
     num_bytes: int
     seconds: float
+    bytes_by_source: Mapping[str, int] = field(default_factory=dict)  #: by node, of what other nodes sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,30 @@ def totals_by_rung(deliveries: Sequence[Delivery]) -> dict[Rung, RungTotals]:
     for delivery in deliveries:
         by_rung.setdefault(delivery.rung, []).append(delivery)
     return {
-        rung: RungTotals(len(given), sum(d.num_bytes for d in given), _busy_s(given))
+        rung: RungTotals(len(given), sum(d.num_bytes for d in given), _busy_s(given), _bytes_by_source(given))
         for rung, given in by_rung.items()
     }
+
+
+def rung_bytes(*records: LoadRecord) -> tuple[RungBytes, ...]:
+    """Sum loads by rung and sending node. Nodes share the seconds of their rung by what they sent."""
+    num_bytes, seconds = Counter[tuple[Rung, str]](), defaultdict[tuple[Rung, str], float](float)
+    for record in records:
+        for rung, use in record.rungs.items():
+            for source, source_bytes in (use.bytes_by_source or {"": use.num_bytes}).items():
+                num_bytes[rung, source] += source_bytes
+                seconds[rung, source] += use.seconds * (source_bytes / use.num_bytes)
+    return tuple(
+        RungBytes(rung, num_bytes[rung, source], seconds[rung, source], source) for rung, source in num_bytes
+    )
+
+
+def _bytes_by_source(deliveries: Sequence[Delivery]) -> dict[str, int]:
+    num_bytes = Counter[str]()
+    for delivery in deliveries:
+        if delivery.source:
+            num_bytes[delivery.source] += delivery.num_bytes
+    return dict(num_bytes)
 
 
 def _busy_s(deliveries: Sequence[Delivery]) -> float:
