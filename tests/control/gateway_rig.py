@@ -39,7 +39,7 @@ from hearth.core.messages import Fact, Order, StepDone, WorkerEnded, WorkerHello
 from hearth.core.types import FinishReason, ModelId, SamplingParams, WorkerId
 from hearth.node.devices import Devices
 from hearth.node.local_node import LocalNode
-from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.events import BrainConfig, ModelDeployed
 from hearth.policy.fleet.fleet import Fleet
 
 CONTEXT = 32
@@ -122,6 +122,8 @@ class GatewayRig:
 
     def join(self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu") -> RecordingLink:
         link = RecordingLink()
+        for entry in self.catalog.fit(kind, budget_bytes):
+            self.driver.post(ModelDeployed(self.driver.now_s, entry.profile))
         self.driver.joined(link, WorkerHello(1, WORKER, b"", b"", 1, kind, "a device", budget_bytes, False))  # type: ignore[arg-type] # as much of a link as is needed
         return link
 

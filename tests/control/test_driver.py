@@ -95,8 +95,10 @@ def test_workers_with_kernels_to_compile_are_told_of_deployed_models(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join(kind="cuda")
-        assert link.orders == [PrepareModel(TINY, deployed.directory, LIMITS)]
-        rig.driver.prepare(other := PrepareModel(ModelId("other"), "/elsewhere", LIMITS))
+        limits = rig.catalog.find("tiny").limits_by_kind["cuda"]
+        assert link.orders == [PrepareModel(TINY, deployed.directory, limits)]
+        other = PrepareModel(ModelId("other"), "/elsewhere", LIMITS)
+        rig.driver.prepare(lambda node, kind: other)
         assert link.orders[1:] == [other]
 
     with_rig(data_dir, scene)
@@ -105,7 +107,7 @@ def test_workers_with_kernels_to_compile_are_told_of_deployed_models(
 def test_a_cpu_is_told_of_no_kernels(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        rig.driver.prepare(PrepareModel(TINY, deployed.directory, LIMITS))
+        rig.driver.prepare(lambda node, kind: PrepareModel(TINY, deployed.directory, LIMITS))
         assert link.orders == []
 
     with_rig(data_dir, scene)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+import msgspec
+
 from hearth.control.journal import Journal
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
@@ -24,7 +26,7 @@ from hearth.control.requests.fact_decoder import DecodedFact, DecodedLate, Decod
 from hearth.control.snapshots import Snapshots
 from hearth.core import errors, messages
 from hearth.core.errors import HearthError
-from hearth.core.types import AdapterId, FinishReason, ModelId, RequestId, WorkerId, node_of
+from hearth.core.types import LOCAL, AdapterId, FinishReason, ModelId, NodeId, RequestId, WorkerId, node_of, where_on_nodes
 from hearth.node.link import Link
 from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
@@ -42,10 +44,12 @@ _ERRORS: dict[RejectReason, type[HearthError]] = {
     RejectReason.MODEL_REMOVED: errors.UnknownModel,
 }
 
-#: Makes the order to host a model, from the brain's action and the number of the stay.
-HostOrder = Callable[[events.LoadModel, int], messages.HostModel]
-#: Returns the models that a new worker prepares for.
-PrepareOrders = Callable[[], list[messages.PrepareModel]]
+#: Makes the order to host a model, from the brain's action, the number of the stay and the kind of device.
+HostOrder = Callable[[events.LoadModel, int, str], messages.HostModel]
+#: Makes an order for a worker of a node, with a kind of device.
+PrepareOrder = Callable[[NodeId, str], messages.PrepareModel]
+#: Returns the orders for the models that a new worker prepares for, likewise.
+PrepareOrders = Callable[[NodeId, str], list[messages.PrepareModel]]
 #: Called with every event and its actions, before they are carried out.
 Sink = Callable[[Event, Sequence[Action]], None]
 
@@ -203,7 +207,7 @@ class Driver:
             case events.LoadModel(model, worker):
                 hosting = self._hostings[worker, model] = next(self._numbers)
                 self._answered.discard((worker, model))
-                self._send(worker, self._host_order(action, hosting))
+                self._send(worker, self._host_order(action, hosting, self.fleet.workers[worker].kind))
             case events.Evict(model, worker, _, is_freed):
                 self._hostings.pop((worker, model), None)
                 self._snapshots.left(worker, model)
@@ -242,7 +246,7 @@ class Driver:
                 pace=request.pace,
                 age_s=self.now_s - request.arrived_s,
                 pooling=request.pooling,
-                adapter=request.adapter,
+                adapter=_adapter_on(node_of(order.worker), request.adapter),
             ),
         )
 
@@ -277,9 +281,11 @@ class Driver:
 
     # Workers.
 
-    def prepare(self, order: messages.PrepareModel) -> None:
+    def prepare(self, order_for: PrepareOrder) -> None:
         for worker in self._links:
-            self._send_prepare(worker, order)
+            kind = self.fleet.workers[worker].kind
+            if kind == "cuda":  # a CPU runs no kernels that are compiled
+                self._send(worker, order_for(node_of(worker), kind))
 
     def forget_adapter(self, adapter: AdapterId) -> None:
         for worker in self._links:
@@ -287,10 +293,6 @@ class Driver:
 
     def adapters_deployed(self) -> None:
         self._snapshots.adapters_deployed()
-
-    def _send_prepare(self, worker: WorkerId, order: messages.PrepareModel) -> None:
-        if self.fleet.workers[worker].kind == "cuda":  # a CPU runs no kernels that are compiled
-            self._send(worker, order)
 
     def joined(self, link: Link, hello: messages.WorkerHello) -> None:
         self._links[hello.worker] = link
@@ -306,8 +308,9 @@ class Driver:
                 node=node_of(hello.worker),
             )
         )
-        for order in self._prepare_orders():
-            self._send_prepare(hello.worker, order)
+        if hello.kind == "cuda":  # as in `prepare`
+            for order in self._prepare_orders(node_of(hello.worker), hello.kind):
+                link.send(order)
 
     def receive(self, decoded: DecodedFact | DecodedLate) -> None:
         """Take a worker's next fact, the end of its connection, or late text, in the order sent."""
@@ -480,3 +483,9 @@ class Driver:
 
     def _request_ids(self, runs: Sequence[int]) -> tuple[RequestId, ...]:
         return tuple(self.requests.by_run[run].request_id for run in runs if run in self.requests.by_run)
+
+
+def _adapter_on(node: NodeId, order: messages.AdapterOrder | None) -> messages.AdapterOrder | None:
+    if order is None or node == LOCAL:
+        return order
+    return msgspec.structs.replace(order, where=where_on_nodes(order.adapter))

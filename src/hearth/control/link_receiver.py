@@ -15,7 +15,7 @@ class LinkReceiver:
         self._catalog, self._driver, self._decoder = catalog, driver, decoder
 
     def joined(self, link: Link, hello: WorkerHello) -> None:
-        for entry in self._catalog.fit(hello.budget_bytes):  # before a request is sent there
+        for entry in self._catalog.fit(hello.kind, hello.budget_bytes):  # before a request is sent there
             self._driver.post(ModelDeployed(self._driver.now_s, entry.profile))
         self._driver.joined(link, hello)
 

@@ -78,7 +78,7 @@ async def running(
             config.models,
             config.engine,
             service.keep_alive,
-            kind=devices.kind,
+            kind=devices.kind if devices.num_workers else None,
             budget_bytes=service.memory_bytes,
             pace=Pace(service.first_token_target, service.pace, service.max_pause),
             takes_turns=service.turns,

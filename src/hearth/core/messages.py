@@ -153,7 +153,7 @@ class PrepareModel(Struct, frozen=True, tag=True):
     """Prepare kernels and description of a deployed model in the background, for a fast first start."""
 
     model: ModelId
-    directory: str  #: which has its manifest
+    where: str  #: a directory, or `hearth://DIGEST` on another node
     limits: StepLimits  #: of the steps that it would have
 
 
@@ -162,7 +162,7 @@ class HostModel(Struct, frozen=True, tag=True):
 
     model: ModelId
     hosting: int  #: a number of this stay of the model, which every fact about the stay names
-    where: str  #: a directory or a URL
+    where: str  #: a directory or a URL; on another node `hearth://DIGEST`
     digest: str  #: of the manifest; another one there means that the model was changed
     weight: float  #: how much a second of its start matters; see the reload cost
     max_context: int
@@ -209,7 +209,7 @@ class AdapterOrder(Struct, frozen=True):
 
     adapter: AdapterId  #: the digest of its manifest; another one there means that it was changed
     name: str  #: its deployed name, for people
-    where: str  #: a directory or a URL
+    where: str  #: as in `HostModel`
     weight: float = 1.0  #: how much a second of its start matters; see the reload cost
     is_pinned: bool = False  #: once loaded, it is evicted only for memory promised to models
 

@@ -29,6 +29,11 @@ def node_of(worker: WorkerId) -> NodeId:
     return NodeId(node) if slash else LOCAL
 
 
+def where_on_nodes(digest: str) -> str:
+    """Return where nodes find a model or an adapter: at each other."""
+    return f"hearth://{digest}"
+
+
 class Rung(StrEnum):
     """Where a chunk may be found, nearest to the device first."""
 

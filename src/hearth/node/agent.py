@@ -23,7 +23,7 @@ from hearth.core import node_messages as messages
 from hearth.core.config import EngineConfig, HearthConfig, parse_address
 from hearth.core.errors import HearthError, JoinRefused, Unreachable
 from hearth.core.messages import WorkerEnded, WorkerHello
-from hearth.core.types import Digest, NodeId
+from hearth.core.types import Digest, NodeId, where_on_nodes
 from hearth.node.agent_socket import answer_keeper
 from hearth.node.channel import Channel, ClusterPort, connect
 from hearth.node.credentials import HEAD, Credentials
@@ -254,7 +254,7 @@ class Agent:
                 case messages.RequestsCame(num_by_model):
                     await self._tell_keeper(lambda local: local.keeper.count_requests(num_by_model))
                 case messages.ForgetModel(model):
-                    await self._tell_keeper(lambda local: local.keeper.forget(f"hearth://{model}"))
+                    await self._tell_keeper(lambda local: local.keeper.forget(where_on_nodes(model)))
                 case messages.Sources(number) | messages.TicketGranted(number):
                     self._answered(number, message)
                 case messages.TicketRefused(number, reason):

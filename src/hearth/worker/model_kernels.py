@@ -36,11 +36,11 @@ class ModelKernels:
         self,
         cache: KernelCache,
         device: torch.device,
-        describe: Callable[[Path], Manifest],
+        describe: Callable[[str], Manifest],
         give_way: Callable[[float], Callable[[], None]],
         learn: Callable[[CapturedGraph], None] | None = None,
     ) -> None:
-        """`describe` reads a model's description from a directory, and keeps it for its first start.
+        """`describe` reads a model's description, and keeps it for its first start.
 
         `give_way(most_s)` returns a function that rehearsals call to let requests go first. `learn` is given
         each rehearsed graph.
@@ -60,7 +60,7 @@ class ModelKernels:
 
     def _prepare(self, order: PrepareModel) -> None:
         try:
-            manifest = self._describe(Path(order.directory))
+            manifest = self._describe(order.where)
             self.compile(manifest, order.limits)
             self._rehearse(self._needs(manifest, order.limits))
         except (HearthError, OSError) as error:  # the first request reports it

@@ -17,7 +17,7 @@ from hearth.core.config import EngineConfig, ModelConfig
 from hearth.core.errors import ConfigError, UnknownModel, UnsupportedModel
 from hearth.core.messages import PrepareModel
 from hearth.core.sizes import StepLimits, StepSize, workspace_bytes
-from hearth.core.types import Hold, ModelId, WorkerId
+from hearth.core.types import LOCAL, Hold, ModelId, WorkerId
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import LoadModel
 from hearth.policy.fleet.footprint import fixed_bytes_of
@@ -76,7 +76,7 @@ def test_a_context_is_cut_to_the_budget_and_that_is_said_once(
     assert 2048 <= entry.max_context < LARGE.max_positions
     assert entry.profile.footprints["cuda"].least_bytes <= TIGHT_BYTES
     assert tight.view(entry).max_context == entry.max_context
-    assert tight.host_order(LoadModel(ModelId(BIG), WorkerId("w"), 1, 2), 1).max_context == entry.max_context
+    assert tight.host_order(LoadModel(ModelId(BIG), WorkerId("w"), 1, 2), 1, "cuda").max_context == entry.max_context
     tight.refresh()
     (line,) = cuts(caplog)
     assert line == f"context_cut model=big context={entry.max_context} made_for=8192 budget={TIGHT_BYTES}"
@@ -96,7 +96,7 @@ def test_where_models_take_turns_a_cut_context_leaves_room_for_what_others_keep(
 
 def test_a_worker_is_told_how_much_kv_a_model_is_promised_and_may_have(registry: Registry) -> None:
     order = catalog(registry, FITTING_BYTES).host_order(
-        LoadModel(ModelId(BIG), WorkerId("w"), 100, 200, Promise(50, 9, 3)), 7
+        LoadModel(ModelId(BIG), WorkerId("w"), 100, 200, Promise(50, 9, 3)), 7, "cuda"
     )
     assert (order.own_bytes, order.workspace_bytes, order.standing_bytes) == (50, 9, 3)
     assert (order.hosting, order.kv_floor_bytes, order.max_kv_bytes) == (7, 100, 200)
@@ -106,18 +106,18 @@ def test_a_worker_is_told_how_much_kv_a_model_is_promised_and_may_have(registry:
 def test_the_first_worker_tells_the_budget_where_the_configuration_does_not(registry: Registry) -> None:
     unknown = catalog(registry)
     assert unknown.find(BIG).max_context == LARGE.max_positions
-    (changed,) = unknown.fit(TIGHT_BYTES)
+    (changed,) = unknown.fit("cuda", TIGHT_BYTES)
     assert changed is unknown.find(BIG)
     assert changed.max_context < LARGE.max_positions
-    assert unknown.fit(FITTING_BYTES) == [], "later ones change nothing"
+    assert unknown.fit("cuda", FITTING_BYTES) == [], "later ones change nothing"
 
 
 def test_nothing_changes_where_everything_fits(registry: Registry) -> None:
-    assert catalog(registry).fit(FITTING_BYTES) == []
+    assert catalog(registry).fit("cuda", FITTING_BYTES) == []
 
 
 def test_a_budget_that_is_configured_is_not_changed_by_a_worker(registry: Registry) -> None:
-    assert catalog(registry, FITTING_BYTES).fit(TIGHT_BYTES) == []
+    assert catalog(registry, FITTING_BYTES).fit("cuda", TIGHT_BYTES) == []
 
 
 def test_a_context_that_somebody_named_is_kept(registry: Registry) -> None:
@@ -149,7 +149,7 @@ def test_brain_and_worker_have_the_same_limits_of_a_model(
 ) -> None:
     served = catalog(registry, num_gib << 30, engine)
     footprint = served.find(BIG).profile.footprints["cuda"]
-    order = served.host_order(LoadModel(ModelId(BIG), WorkerId("w"), 1, 2), 1)
+    order = served.host_order(LoadModel(ModelId(BIG), WorkerId("w"), 1, 2), 1, "cuda")
     assert footprint.max_seqs == order.limits.max_seqs
     sizes, size = LARGE.dimensions, StepSize.of(order.limits, "cuda", num_processors=132)
     assert workspace_bytes(sizes, sizes.layers, LARGE.dtype, size) <= footprint.workspace_bytes
@@ -158,7 +158,7 @@ def test_brain_and_worker_have_the_same_limits_of_a_model(
 def test_the_first_worker_tells_how_large_steps_may_be_where_nobody_has_set_it(registry: Registry) -> None:
     unknown = catalog(registry, engine=EngineConfig())
     assert unknown.find(BIG).limits == StepLimits(2048, 256, 16)
-    (changed,) = unknown.fit(125 << 30)
+    (changed,) = unknown.fit("cuda", 125 << 30)
     assert changed.limits == StepLimits(8192, 1024, 16)
     assert changed.profile.footprints["cuda"].max_seqs == 1024
 
@@ -170,7 +170,7 @@ def test_a_ceiling_that_is_fine_before_a_worker_is_there_is_fine_afterwards(
 ) -> None:
     unknown = catalog(registry, engine=EngineConfig(), memory_ceiling_bytes=ceiling_gib << 30)
     before = unknown.find(BIG).limits
-    unknown.fit(budget_gib << 30)
+    unknown.fit("cuda", budget_gib << 30)
     after = unknown.find(BIG).limits
     assert (after.max_batch_tokens, after.max_seqs) <= (before.max_batch_tokens, before.max_seqs)
 
@@ -182,11 +182,11 @@ def test_workers_prepare_for_all_models_and_first_for_one_of_each_kind(
     registry.add(Deployed("tuned", "hf:a/c", "/models/c", "/models/c", "other", LARGE, 2.0))
     small = replace(LARGE, quant="int8")
     registry.add(Deployed("small", "hf:a/d", "/models/d", "/models/d", "third", small, 3.0))
-    orders = catalog(registry).prepare_orders()
+    orders = catalog(registry).prepare_orders(LOCAL, "cuda")
     assert len(set(orders)) == len(orders) == 3
     assert PrepareModel(ModelId("small"), "/models/d", LIMITS) in orders[:2]
     monkeypatch.setattr("hearth.control.deploy.catalog.MAX_PREPARED", 1)
-    assert catalog(registry).prepare_orders() == orders[:2], "no kind is left out"
+    assert catalog(registry).prepare_orders(LOCAL, "cuda") == orders[:2], "no kind is left out"
 
 
 def test_models_that_have_no_more_than_their_dimensions_in_common_are_of_two_kinds(
@@ -197,7 +197,7 @@ def test_models_that_have_no_more_than_their_dimensions_in_common_are_of_two_kin
     talking = replace(LARGE, has_chat_template=not LARGE.has_chat_template)
     registry.add(Deployed("talking", "hf:a/d", "/models/d", "/models/d", "third", talking, 3.0))
     monkeypatch.setattr("hearth.control.deploy.catalog.MAX_PREPARED", 1)
-    orders = catalog(registry).prepare_orders()
+    orders = catalog(registry).prepare_orders(LOCAL, "cuda")
     assert len(orders) == 2
     assert PrepareModel(ModelId("longer"), "/models/c", LIMITS) in orders
 

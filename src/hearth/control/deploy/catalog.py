@@ -15,7 +15,7 @@ from hearth.core.config import EngineConfig, ModelConfig
 from hearth.core.errors import ConfigError, UnsupportedModel
 from hearth.core.messages import AdapterOrder, HostModel, PrepareModel
 from hearth.core.sizes import StepLimits, computed_dtype
-from hearth.core.types import AdapterId, ModelId, Pace
+from hearth.core.types import LOCAL, AdapterId, ModelId, NodeId, Pace, node_of, where_on_nodes
 from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.events import LoadModel
 from hearth.policy.fleet.footprint import Facts, context_of, fitted_context, footprint
@@ -37,7 +37,7 @@ MAX_PREPARED = 256
 class CatalogEntry:
     deployed: Deployed
     config: ModelConfig  #: of the adapter, if there is one
-    limits: StepLimits
+    limits_by_kind: Mapping[str, StepLimits]  #: of devices
     max_context: int
     profile: ModelProfile
     pace: Pace
@@ -55,13 +55,19 @@ class CatalogEntry:
         return AdapterOrder(adapter.adapter_id, adapter.name, adapter.where, weight, is_pinned)
 
     @property
+    def limits(self) -> StepLimits:
+        """Those of the kind of device that the context was fitted to."""
+        return next(iter(self.limits_by_kind.values()))
+
+    @property
     def is_cut(self) -> bool:
         """True if the context is shorter than the model's own, without a setting that says so."""
         return self.config.context is None and self.max_context < self.deployed.facts.max_positions
 
-    @property
-    def prepare_order(self) -> PrepareModel:
-        return PrepareModel(self.profile.model, self.deployed.directory, self.limits)
+    def prepare_order(self, node: NodeId, kind: str) -> PrepareModel:
+        deployed = self.deployed
+        where = deployed.directory if node == LOCAL else where_on_nodes(deployed.digest)
+        return PrepareModel(self.profile.model, where, self.limits_by_kind[kind])
 
 
 class Catalog:
@@ -69,7 +75,8 @@ class Catalog:
 
     Without a setting, a model's context and its steps are as large as a worker's memory allows; where models
     take turns, some memory is left to others. The memory is known from the configuration, or else from the
-    first worker.
+    first worker of each kind of device. The context is fitted to the first kind: a model may fit only some
+    devices, and is placed there.
     """
 
     def __init__(
@@ -78,14 +85,15 @@ class Catalog:
         configs: Mapping[str, ModelConfig],
         engine: EngineConfig,
         keep_alive_s: float,
-        kind: str = "cpu",
+        kind: str | None = "cpu",
         budget_bytes: int | None = None,
         pace: Pace | None = None,
         *,
         takes_turns: bool = False,
         is_served: bool = True,
     ) -> None:
-        """Read the registry. `kind`: of the devices; `budget_bytes`: of each, None: not known yet.
+        """Read the registry. `kind`: of the devices of this machine, None: it has no workers;
+        `budget_bytes`: of each, None: not known yet.
 
         `pace`: of models without one of their own. `takes_turns`: models that do not fit together take turns.
         `is_served`: False: list adapters for all kinds of devices. Raises ConfigError: the configuration of a
@@ -93,7 +101,9 @@ class Catalog:
         """
         self._registry, self._configs = registry, configs
         self._wanted_limits = engine.wanted_limits
-        self._keep_alive_s, self.kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
+        self._keep_alive_s = keep_alive_s
+        #: The memory of each kind of device; None: not known yet. The context is fitted to the first.
+        self._budgets: dict[str, int | None] = {} if kind is None else {kind: budget_bytes}
         self._pace, self._takes_turns, self._is_served = pace or Pace(), takes_turns, is_served
         #: Contexts that were cut, by model, as they have been logged.
         self._cuts: dict[str, int] = {}
@@ -133,7 +143,7 @@ class Catalog:
                     name,
                     context,
                     made_for,
-                    self._budget_bytes,
+                    self._budgets[self.kind],
                 )
         self._cuts = cuts
 
@@ -145,11 +155,16 @@ class Catalog:
                 log.warning("adapter_unfit adapter=%s reason=%s", name, reason)
         self._misfits = misfits
 
-    def fit(self, budget_bytes: int) -> list[CatalogEntry]:
-        """Take the budget of the first worker. Returns the entries that change by it."""
-        if self._budget_bytes is not None:
+    @property
+    def kind(self) -> str:
+        """The kind of device that models and adapters are converted for."""
+        return next(iter(self._budgets), "cpu")
+
+    def fit(self, kind: str, budget_bytes: int) -> list[CatalogEntry]:
+        """Take the budget of the first worker of a kind. Returns the entries that change by it."""
+        if self._budgets.get(kind) is not None:
             return []
-        self._budget_bytes = int(budget_bytes * MEASURED_SHARE)
+        self._budgets[kind] = int(budget_bytes * MEASURED_SHARE)
         before = self._entries
         self._entries = {name: self._entry(entry.deployed) for name, entry in before.items()}
         self._log_cuts()
@@ -188,17 +203,19 @@ class Catalog:
     def aliases(self) -> dict[str, str]:
         return {alias: name for name, config in self._configs.items() for alias in config.aliases}
 
-    def host_order(self, order: LoadModel, hosting: int) -> HostModel:
+    def host_order(self, order: LoadModel, hosting: int, kind: str) -> HostModel:
+        """`kind`: of the worker's device."""
         entry = self._entries[order.model]
         deployed = entry.deployed
+        is_here = node_of(order.worker) == LOCAL
         return HostModel(
             model=order.model,
             hosting=hosting,
-            where=deployed.where,
+            where=deployed.where if is_here else where_on_nodes(deployed.digest),
             digest=deployed.digest,
             weight=entry.config.latency_weight,
             max_context=entry.max_context,
-            limits=entry.limits,
+            limits=entry.limits_by_kind[kind],
             kv_floor_bytes=order.kv_floor_bytes,
             max_kv_bytes=order.max_kv_bytes,
             eos_ids=tuple(deployed.facts.eos_ids),
@@ -208,15 +225,15 @@ class Catalog:
             slot=self._slots.get(deployed.name),
         )
 
-    def prepare_orders(self) -> list[PrepareModel]:
+    def prepare_orders(self, node: NodeId, kind: str) -> list[PrepareModel]:
         """Return orders to prepare models for a start: one of each kind, then as many others as allowed.
 
         Models of a kind share kernels. They agree in all facts but those of their text: models of the same
         dimensions may still differ in biases or positions.
         """
-        pairs = [(one.prepare_order, one) for one in self._entries.values()]
+        pairs = [(one.prepare_order(node, kind), one) for one in self._entries.values()]
         kinds = {
-            (replace(one.deployed.facts, eos_ids=(), has_chat_template=False), one.limits): order
+            (replace(one.deployed.facts, eos_ids=(), has_chat_template=False), one.limits_by_kind[kind]): order
             for order, one in pairs
         }
         orders = dict.fromkeys((*kinds.values(), *(order for order, _ in pairs)))
@@ -265,21 +282,23 @@ class Catalog:
 
     def _entry(self, deployed: Deployed) -> CatalogEntry:
         config, facts = self._configs.get(deployed.name, ModelConfig()), deployed.facts
-        limits = self._limits(facts, config)
-        max_context = self._context(facts, config, limits)
+        kinds = list(self._budgets) or [self.kind]
+        limits = {kind: self._limits(facts, config, kind) for kind in kinds}
+        max_context = self._context(facts, config, limits[self.kind])
         keep_alive_s = self._keep_alive_s if config.keep_alive is None else config.keep_alive
         profile = ModelProfile(
             model=ModelId(deployed.name),
             num_bytes=facts.num_bytes,
             footprints={
-                self.kind: footprint(
+                kind: footprint(
                     facts,
-                    self.kind,
-                    limits,
+                    kind,
+                    limits[kind],
                     max_context,
                     floor_bytes=config.memory_floor_bytes,
                     ceiling_bytes=config.memory_ceiling_bytes,
                 )
+                for kind in kinds
             },
             keep_alive_s=keep_alive_s,
             is_pinned=config.pinned,
@@ -296,14 +315,15 @@ class Catalog:
             max_pause_s=usual.max_pause_s if max_pause_s is None else max_pause_s,
         )
 
-    def _limits(self, facts: Facts, config: ModelConfig) -> StepLimits:
+    def _limits(self, facts: Facts, config: ModelConfig, kind: str) -> StepLimits:
         """Return the limits by memory. Under a ceiling, a budget that is known later never raises them."""
-        bounds = [bound for bound in (self._budget_bytes, config.memory_ceiling_bytes) if bound is not None]
-        dtype, budget_bytes = computed_dtype(facts.dtype, self.kind), min(bounds, default=None)
-        return step_limits(self._wanted_limits, facts.dimensions, dtype, self.kind, budget_bytes)
+        known = (self._budgets.get(kind), config.memory_ceiling_bytes)
+        bounds = [bound for bound in known if bound is not None]
+        dtype, budget_bytes = computed_dtype(facts.dtype, kind), min(bounds, default=None)
+        return step_limits(self._wanted_limits, facts.dimensions, dtype, kind, budget_bytes)
 
     def _context(self, facts: Facts, config: ModelConfig, limits: StepLimits) -> int:
-        budget_bytes = self._budget_bytes
+        budget_bytes = self._budgets.get(self.kind)
         if budget_bytes is not None and self._takes_turns:
             budget_bytes = int(budget_bytes * TURN_SHARE)
         bounds = [bound for bound in (budget_bytes, config.memory_ceiling_bytes) if bound is not None]

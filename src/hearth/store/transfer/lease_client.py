@@ -171,8 +171,9 @@ class LeaseClient:
         manifest = of_adapter(self._manifest(opened), where)
         return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
 
-    def describe(self, directory: Path) -> Manifest:
-        """Read a model's manifest and check its tokenizer, before the model is opened. Raises HearthError."""
+    def describe(self, where: str | Path) -> Manifest:
+        """Read a model's manifest and check its tokenizer, before it is loaded. Raises HearthError."""
+        directory = Path(self._open(where, 1.0)[0].directory) if "://" in str(where) else Path(where)
         manifest = of_model(self._read(directory), str(directory))
         self.text_file(manifest, directory, TOKENIZER)
         return manifest
