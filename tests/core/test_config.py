@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hearth.core.config import (
     SECONDS_BY_UNIT,
     UNITS,
+    ClusterConfig,
     EngineConfig,
     HearthConfig,
     LogConfig,
@@ -20,6 +21,7 @@ from hearth.core.config import (
     ServiceConfig,
     StoreConfig,
     load,
+    parse_address,
     parse_bytes,
     parse_duration,
     plain,
@@ -65,7 +67,10 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
     ("text", "message"),
     [
         ("[engin]\n", "unknown configuration section `engin`; did you mean `engine`?"),
-        ("[zzz]\n", "unknown configuration section `zzz`; valid: engine, store, log, service, models"),
+        (
+            "[zzz]\n",
+            "unknown configuration section `zzz`; valid: engine, store, log, service, cluster, models",
+        ),
         (
             "[engine]\nmax_seq = 1\n",
             "unknown configuration key `engine.max_seq`; did you mean `engine.max_seqs`?",
@@ -111,6 +116,15 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
         ('[service]\nallowed_origins = "*"\n', "`service.allowed_origins` must be a list of strings"),
         ('[service]\nhost = ""\n', "`service.host` must not be empty; set a value or remove the key"),
         ("[service]\nidle_connection_s = 0\n", "must be at least 1 and at most 86400, given: 0"),
+        (
+            '[cluster]\nlisten = "here:99999"\n',
+            "`cluster.listen`: an address is HOST:PORT, like 10.0.0.1:7610, given: 'here:99999'",
+        ),
+        (
+            '[cluster]\naddress = "::1"\n',
+            "`cluster.address`: an address is HOST:PORT, like 10.0.0.1:7610, given: '::1'",
+        ),
+        ('[cluster]\nlabels = ["zone"]\n', "`cluster.labels` takes labels like \"zone=a\", given: 'zone'"),
         ("[service]\nturns = 1\n", "`service.turns` must be of type bool, given: 1 of type int"),
         ("[models.x]\nmax_pause = 0.01\n", "`models.x.max_pause` must be at least 0.1 and at most 3600"),
         ("[models]\nx = 1\n", "`models` needs one table per model, like [models.NAME]"),
@@ -150,6 +164,23 @@ def test_a_wrong_file_is_refused_with_key_limit_and_value(
 )
 def test_an_origin_is_spelled_as_browsers_do(given: str, origin: str) -> None:
     assert ServiceConfig(allowed_origins=(given,)).allowed_origins == (origin,)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("10.0.0.1:8610", ("10.0.0.1", 8610)),
+        ("gpu-1.example", ("gpu-1.example", 7610)),
+        ("[fe80::1]:1", ("fe80::1", 1)),
+        (" [::1] ", ("::1", 7610)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+
+
+def test_labels_have_values() -> None:
+    assert ClusterConfig(labels=("zone=a", "rack=3=b")).values_by_label == {"zone": "a", "rack": "3=b"}
 
 
 def test_a_connection_stays_open_for_longer_than_proxies_keep_theirs() -> None:
@@ -197,7 +228,7 @@ def test_plain_configuration_says_for_ever_in_a_number() -> None:
     sections = json.loads(json.dumps(plain(config), allow_nan=False))
     assert sections["service"]["keep_alive"] == -1
     assert sections["models"]["x"]["keep_alive"] is None
-    assert list(sections) == ["engine", "store", "log", "service", "models"]
+    assert list(sections) == ["engine", "store", "log", "service", "cluster", "models"]
 
 
 @given(

@@ -166,6 +166,46 @@ class ServiceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Several machines behind one service, once `hearth cluster init` or `hearth join` has set them up."""
+
+    listen: str = "0.0.0.0:7610"  #: address for the other machines, which authenticate by certificates
+    #: address at which other machines reach this one; None: that of the route to the head
+    address: str | None = None
+    name: str | None = None  #: name of this machine in the cluster; None: its host name
+    labels: tuple[str, ...] = ()  #: labels of this machine, like "zone=a"
+    encrypt_weights: bool = True  #: encrypt weights between machines; the head's setting applies to all
+    keep_host_s: _Wait = 600.0  #: seconds that a machine without a head keeps models in host memory
+
+    def __post_init__(self) -> None:
+        _check_section(self, "cluster")
+        for key, address in (("listen", self.listen), ("address", self.address)):
+            try:
+                parse_address(address or self.listen)
+            except ConfigError as error:
+                raise ConfigError(f"`cluster.{key}`: {error}") from None
+        wrong = next((label for label in self.labels if not all(label.partition("="))), None)
+        if wrong is not None:
+            raise ConfigError(f'`cluster.labels` takes labels like "zone=a", given: {wrong!r:.80}')
+
+    @property
+    def values_by_label(self) -> dict[str, str]:
+        return {key: value for key, _, value in (label.partition("=") for label in self.labels)}
+
+
+CLUSTER_PORT = 7610
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT", "HOST" or "[IPV6]:PORT". Raises ConfigError."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::(\d{1,5}))?", text.strip(), re.ASCII)
+    port = CLUSTER_PORT if match is None or match[3] is None else int(match[3])
+    if match is None or port > 65535:
+        raise ConfigError(f"an address is HOST:PORT, like 10.0.0.1:{CLUSTER_PORT}, given: {text!r:.80}")
+    return match[1] or match[2], port
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The settings of one deployed model, in a table of its own: [models.NAME]."""
 
@@ -201,10 +241,11 @@ class HearthConfig:
     store: StoreConfig = field(default_factory=StoreConfig)
     log: LogConfig = field(default_factory=LogConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     models: Mapping[str, ModelConfig] = field(default_factory=dict)  #: by name
 
 
-Section = EngineConfig | StoreConfig | LogConfig | ServiceConfig | ModelConfig
+Section = EngineConfig | StoreConfig | LogConfig | ServiceConfig | ClusterConfig | ModelConfig
 
 
 def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> HearthConfig:
@@ -297,6 +338,7 @@ def _sections(config: HearthConfig) -> dict[str, Section]:
         "store": config.store,
         "log": config.log,
         "service": config.service,
+        "cluster": config.cluster,
     }
 
 
