@@ -52,6 +52,10 @@ def spellings(key: str) -> st.SearchStrategy[str]:
     if get_origin(hint) is Annotated:
         hint, note = get_args(hint)
     types = get_args(hint) or (hint,)
+    if key in ("cluster.listen", "cluster.address"):
+        return st.sampled_from(["10.0.0.1:7610", "gpu-1", "[::1]:0"])
+    if key == "cluster.labels":
+        return st.lists(st.sampled_from(["zone=a", "rack=3"])).map(",".join)
     if get_origin(hint) is tuple:
         return st.lists(st.sampled_from(["https://a.example", "http://b.example:3000"])).map(",".join)
     if get_origin(hint) is Literal:

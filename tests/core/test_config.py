@@ -118,9 +118,12 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
         ("[service]\nidle_connection_s = 0\n", "must be at least 1 and at most 86400, given: 0"),
         (
             '[cluster]\nlisten = "here:99999"\n',
-            "an address is HOST:PORT, like 10.0.0.1:7610, given: 'here:99999'",
+            "`cluster.listen`: an address is HOST:PORT, like 10.0.0.1:7610, given: 'here:99999'",
         ),
-        ('[cluster]\naddress = "::1"\n', "an address is HOST:PORT, like 10.0.0.1:7610, given: '::1'"),
+        (
+            '[cluster]\naddress = "::1"\n',
+            "`cluster.address`: an address is HOST:PORT, like 10.0.0.1:7610, given: '::1'",
+        ),
         ('[cluster]\nlabels = ["zone"]\n', "`cluster.labels` takes labels like \"zone=a\", given: 'zone'"),
         ("[service]\nturns = 1\n", "`service.turns` must be of type bool, given: 1 of type int"),
         ("[models.x]\nmax_pause = 0.01\n", "`models.x.max_pause` must be at least 0.1 and at most 3600"),

@@ -179,8 +179,11 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _check_section(self, "cluster")
-        for address in (self.listen, self.address or self.listen):
-            parse_address(address)
+        for key, address in (("listen", self.listen), ("address", self.address)):
+            try:
+                parse_address(address or self.listen)
+            except ConfigError as error:
+                raise ConfigError(f"`cluster.{key}`: {error}") from None
         wrong = next((label for label in self.labels if not all(label.partition("="))), None)
         if wrong is not None:
             raise ConfigError(f'`cluster.labels` takes labels like "zone=a", given: {wrong!r:.80}')
