@@ -11,21 +11,23 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from socket import socket
+from pathlib import Path
 
 from hearth.control.driver import Driver
 from hearth.control.nodes import Nodes
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.views import LinkView, NodeView
 from hearth.core import node_messages as messages
-from hearth.core.errors import RequestError, Unreachable
+from hearth.core.config import HearthConfig, parse_address
+from hearth.core.errors import HearthError, RequestError, Unreachable
 from hearth.core.messages import WorkerEnded, WorkerHello
 from hearth.core.types import LOCAL, Digest, NodeId, WorkerId
 from hearth.node.agent import MAX_SILENT_PULSES, PULSE_S, REPORT_S
-from hearth.node.channel import Channel
-from hearth.node.credentials import Authority
+from hearth.node.channel import Channel, ClusterPort
+from hearth.node.credentials import Authority, Credentials
 from hearth.node.join import answer_stranger
 from hearth.node.link import Link, Receiver
+from hearth.node.processes import run_vital
 from hearth.node.relay import link_over
 from hearth.node.tickets import TicketIssuer
 from hearth.node.worker_seat import WorkerStatus
@@ -55,7 +57,11 @@ class RemoteNode:
         return [
             WorkerStatus(
                 worker=one.worker,
-                state="ready" if one.worker in self.links else "failing" if one.state == "failing" else "starting",
+                state="ready"
+                if one.worker in self.links
+                else "failing"
+                if one.state == "failing"
+                else "starting",
                 pid=one.pid,
                 num_restarts=one.num_restarts,
                 hello=self.hellos.get(one.worker),
@@ -63,6 +69,9 @@ class RemoteNode:
             )
             for one in self.pulse.workers
         ]
+
+    def device_share(self, seat: int) -> float:
+        return self.hello.shares[seat]
 
     def trouble(self) -> str | None:
         return None if self.pulse.trouble is None else f"on node {self.node_id}: {self.pulse.trouble}"
@@ -83,21 +92,45 @@ class Cluster:
         nodes: Nodes,
         driver: Driver,
         receiver: Receiver,
-        welcome: Callable[[NodeId, bytes], messages.NodeWelcome],
+        config: HearthConfig,
+        places: Callable[[], Mapping[Digest, str]],
         residency_changed: Callable[[NodeId, messages.HeldChunks], None],
         metrics: Metrics,
     ) -> None:
-        """`receiver` takes what links bring. `welcome` makes the answer to a node's hello."""
+        """`receiver` takes what links bring. `places` returns where each deployed model is.
+
+        `residency_changed` is told what nodes have.
+        """
         self._authority, self._nodes = authority, nodes
         self._driver, self._receiver = driver, receiver
-        self._welcome, self._residency_changed, self._metrics = welcome, residency_changed, metrics
+        self._config, self._places = config, places
+        self._residency_changed, self._metrics = residency_changed, metrics
         self._joined: dict[NodeId, RemoteNode] = {}
         self._lives: Counter[str] = Counter()  #: by name
         self._drained: set[str] = set()  #: names of nodes
         self._own_tickets = TicketIssuer(LOCAL)
         self._own_held: dict[Digest, messages.HeldChunks] = {}
-        nodes.local.admit_data(LOCAL, self._own_tickets.key, is_encrypted=True)
-        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._report())]
+        self._known: dict[Digest, str] = {}  #: what the keeper of this machine was told
+        self._num_starts_told = 0  #: the life of the keeper that was told last
+        self._are_places_stale = asyncio.Event()
+        self._port: ClusterPort | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, path: Path) -> None:
+        """Listen, with the credentials in `path`. Call it when the keeper is ready. Raises ConfigError."""
+        credentials, cluster = Credentials.open(path), self._config.cluster
+        assert credentials is not None, "made with the authority"
+        self._nodes.local.admit_data(LOCAL, self._own_tickets.key, is_encrypted=cluster.encrypt_weights)
+        self._port = await ClusterPort.listen(
+            *parse_address(cluster.listen),
+            credentials.server_context(needs_certificate=False),
+            self._serve,
+            self._nodes.local.take_data,
+            self._authority.is_member,
+        )
+        works = (self._watch(), self._report(), self._tell_places())
+        self._tasks = [run_vital(work) for work in works]
+        log.info("cluster listening=%s port=%d", cluster.listen, self._port.port)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -105,15 +138,18 @@ class Cluster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for node in list(self._joined.values()):
             self._lose(node, "the service ends")
+        if self._port is not None:
+            await self._port.close()
 
     # What connections bring.
 
-    async def serve(self, channel: Channel) -> None:
+    async def _serve(self, channel: Channel) -> None:
         """Serve a connection to its end, or until a link has taken it over."""
         message = await channel.receive()
         match message:
             case messages.AskAuthority() | messages.Join():
-                await answer_stranger(channel, message, self._authority)
+                channel.put_back(message)
+                await answer_stranger(channel, self._authority)
             case messages.NodeHello():
                 await self._serve_node(channel, message)
             case messages.WorkerOpened():
@@ -129,7 +165,15 @@ class Cluster:
         node_id = NodeId(hello.name if not life else f"{hello.name}.{life}")
         node = RemoteNode(node_id, hello, channel)
         self._joined[node_id] = self._nodes.others[node_id] = node
-        channel.send(self._welcome(node_id, node.tickets.key))
+        channel.send(
+            messages.NodeWelcome(
+                node=node_id,
+                ticket_key=node.tickets.key,
+                engine=self._config.engine.plain(),
+                turns=self._config.service.turns,
+                is_encrypted=self._config.cluster.encrypt_weights,
+            )
+        )
         if hello.name in self._drained:
             self._driver.post(events.NodeDraining(self._driver.now_s, node_id, True))
         self._metrics.node_up.labels(hello.name).set(1)
@@ -181,19 +225,21 @@ class Cluster:
 
     def _link_measured(self, link: messages.LinkSpeed, target: NodeId) -> None:
         self._driver.post(
-            events.LinkMeasured(
-                self._driver.now_s, link.source, target, link.bytes_per_s, link.latency_s
-            )
+            events.LinkMeasured(self._driver.now_s, link.source, target, link.bytes_per_s, link.latency_s)
         )
 
     def _open_worker(self, channel: Channel, opened: messages.WorkerOpened) -> None:
         node, worker = self._joined.get(opened.node), opened.hello.worker
         if node is None or node.name != channel.peer or worker in node.links:
             self._metrics.cluster_stale.inc()  # of an earlier life
-            log.info("worker_refused worker=%s peer=%s reason=`its node has another life`", worker, channel.peer)
+            log.info(
+                "worker_refused worker=%s peer=%s reason=`its node has another life`", worker, channel.peer
+            )
             return
         if not worker.startswith(f"{opened.node}/w"):
-            log.warning("worker_refused worker=%s node=%s reason=`it has a foreign name`", worker, opened.node)
+            log.warning(
+                "worker_refused worker=%s node=%s reason=`it has a foreign name`", worker, opened.node
+            )
             return
         link = Link(worker, self)
         try:
@@ -212,7 +258,8 @@ class Cluster:
         log.warning("node_lost node=%s reason=%s", node.node_id, reason)
         node.end_links(f"was on node {node.node_id}, which was lost ({reason}),")
         node.channel.close()
-        self._driver.post(events.NodeLost(self._driver.now_s, node.node_id))
+        if not node.links:  # else the driver does, after the last worker
+            self._driver.post(events.NodeLost(self._driver.now_s, node.node_id))
 
     async def _watch(self) -> None:
         while True:
@@ -224,11 +271,29 @@ class Cluster:
 
     async def _report(self) -> None:
         while True:
+            if self._num_starts_told != self._nodes.local.supervisor.keeper.num_starts:
+                self.models_changed()
             held, links = await self._nodes.local.changes()
             self._own_held |= {one.model: one for one in held}
             for link in links:
                 self._link_measured(link, LOCAL)
             await asyncio.sleep(REPORT_S)
+
+    async def _tell_places(self) -> None:
+        """Tell the keeper of this machine what others may ask of it, and all others what was removed."""
+        local = self._nodes.local
+        while True:
+            await self._are_places_stale.wait()
+            self._are_places_stale.clear()
+            known, self._known = self._known, dict(self._places())
+            for digest in known.keys() - self._known.keys():
+                self._tell_all(messages.ForgetModel(digest))
+            num_starts = local.supervisor.keeper.num_starts
+            try:
+                await local.keeper.know(self._known)
+                self._num_starts_told = num_starts
+            except (HearthError, OSError) as error:  # it is being replaced, and told again then
+                log.warning("keeper_not_told reason=%s", error)
 
     # What links tell.
 
@@ -269,20 +334,24 @@ class Cluster:
         is_encrypted = self._nodes.local.is_encrypted
         if target == LOCAL:  # a node knows how it reaches the head
             ticket = self._own_tickets.issue(asking)
-            return messages.TicketGranted(number, "", self.port, ticket, is_encrypted)
+            assert self._port is not None, "nodes come by it"
+            return messages.TicketGranted(number, "", self._port.port, ticket, is_encrypted)
         node = self._joined.get(target)
         if node is None:
             return messages.TicketRefused(number, f"node `{target}` is not up")
         ticket = node.tickets.issue(asking)
-        return messages.TicketGranted(number, node.hello.host or node.channel.host, node.hello.port, ticket, is_encrypted)
+        return messages.TicketGranted(
+            number, node.hello.host or node.channel.host, node.hello.port, ticket, is_encrypted
+        )
 
     # What the service tells all nodes.
 
+    def models_changed(self) -> None:
+        """Note that models or adapters were deployed or removed."""
+        self._are_places_stale.set()
+
     def count_requests(self, num_by_model: Mapping[Digest, int]) -> None:
         self._tell_all(messages.RequestsCame(dict(num_by_model)))
-
-    def forget(self, model: Digest) -> None:
-        self._tell_all(messages.ForgetModel(model))
 
     def _tell_all(self, message: messages.FromHead) -> None:
         for node in self._joined.values():
@@ -323,7 +392,6 @@ class Cluster:
             state="draining" if node.name in self._drained else "up",
             host=node.channel.host,
             devices=hello.devices,
-            num_workers=len(hello.devices),
             num_ready_workers=sum(one.state == "ready" for one in workers),
             budget_bytes=sum(one.hello.budget_bytes for one in workers if one.hello is not None),
             host_used_bytes=node.pulse.host_used_bytes,

@@ -26,7 +26,17 @@ from hearth.control.requests.fact_decoder import DecodedFact, DecodedLate, Decod
 from hearth.control.snapshots import Snapshots
 from hearth.core import errors, messages
 from hearth.core.errors import HearthError
-from hearth.core.types import LOCAL, AdapterId, FinishReason, ModelId, NodeId, RequestId, WorkerId, node_of, where_on_nodes
+from hearth.core.types import (
+    LOCAL,
+    AdapterId,
+    FinishReason,
+    ModelId,
+    NodeId,
+    RequestId,
+    WorkerId,
+    node_of,
+    where_on_nodes,
+)
 from hearth.node.link import Link
 from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
@@ -480,6 +490,8 @@ class Driver:
                 is_with_node=ending.is_with_node,
             )
         )
+        if ending.is_with_node and node_of(worker) not in map(node_of, self._links):
+            self.post(events.NodeLost(self.now_s, node_of(worker)))
 
     def _request_ids(self, runs: Sequence[int]) -> tuple[RequestId, ...]:
         return tuple(self.requests.by_run[run].request_id for run in runs if run in self.requests.by_run)

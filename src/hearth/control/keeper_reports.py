@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.driver import Driver
 from hearth.control.observe.views import HostMemoryView
 from hearth.core.errors import HearthError
-from hearth.core.types import ModelId
+from hearth.core.node_messages import HeldChunks
+from hearth.core.types import Digest, ModelId, NodeId, Rung
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
+from hearth.store.format.manifest import CHUNK_BYTES
 from hearth.store.keeper_client import KeeperClient
 
 #: The least time between two reports of demand, which the keeper estimates over minutes.
@@ -29,9 +31,11 @@ class KeeperReports:
     def __init__(
         self, keeper: KeeperClient, catalog: Catalog, driver: Driver, interval_s: float = INTERVAL_S
     ) -> None:
+        #: Passes the demand on to the keepers of other nodes.
+        self.tell_nodes: Callable[[Mapping[Digest, int]], None] = lambda num_by_model: None
         self._keeper, self._catalog, self._driver, self._interval_s = keeper, catalog, driver, interval_s
         self.host_memory: HostMemoryView | None = None  #: as reported last; None: no keeper answers
-        self._unreported: Counter[str] = Counter()  #: requests by the digest of their model
+        self._unreported: Counter[Digest] = Counter()  #: requests by the digest of their model
         self._has_requests = asyncio.Event()
         self._is_residency_stale = asyncio.Event()
         self._tasks = [
@@ -41,13 +45,25 @@ class KeeperReports:
 
     def request_came(self, digest: str) -> None:
         """Count a request for a model: the keeper prices its chunks in host memory by demand."""
-        self._unreported[digest] += 1
+        self._unreported[Digest(digest)] += 1
         self._has_requests.set()
 
     def observe(self, event: Event, actions: Sequence[Action]) -> None:
         """Update residency after loads and evictions: a load also brings bytes to host memory."""
         if isinstance(event, events.ModelReady) or any(isinstance(one, events.Evict) for one in actions):
             self._is_residency_stale.set()
+
+    def node_reported(self, node: NodeId, held: HeldChunks) -> None:
+        """Tell the brain what another node has of a model."""
+        for entry in self._catalog.entries():
+            if entry.deployed.digest == held.model:
+                most = entry.profile.num_bytes
+                bytes_by_rung = {
+                    Rung.HOST: min(most, _num_chunks(held.host) * CHUNK_BYTES),
+                    Rung.DISK: min(most, _num_chunks(held.disk) * CHUNK_BYTES),
+                }
+                model = entry.profile.model
+                self._driver.post(events.ResidencyReported(self._driver.now_s, model, bytes_by_rung, node))
 
     async def refresh_host_memory(self, patience_s: float) -> None:
         """Update `host_memory`; a keeper that is only slow keeps its last report."""
@@ -77,6 +93,7 @@ class KeeperReports:
             reported, self._unreported = self._unreported, Counter()
             try:
                 await self._keeper.count_requests(reported)
+                self.tell_nodes(reported)
                 is_failing = False
             except (HearthError, OSError) as error:
                 self._unreported.update(reported)
@@ -102,3 +119,7 @@ class KeeperReports:
             for digest, bytes_by_rung in counted.items():
                 for model in models.get(digest, ()):
                     self._driver.post(events.ResidencyReported(self._driver.now_s, model, bytes_by_rung))
+
+
+def _num_chunks(mask: bytes) -> int:
+    return int.from_bytes(mask).bit_count()

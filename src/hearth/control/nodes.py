@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from hearth.core.errors import NoWorkers
-from hearth.core.types import NodeId
+from hearth.core.types import NodeId, WorkerId, node_of
 from hearth.node.local_node import LocalNode
 from hearth.node.node import Node
+from hearth.node.supervisor import seat_index
 from hearth.node.worker_seat import WorkerStatus
 
 
@@ -29,6 +30,11 @@ class Nodes:
         if any(node.workers() for node in self.others.values()):
             return None
         return self.local.supervisor.outage()
+
+    def device_share(self, worker: WorkerId) -> float:
+        """Return a worker's share of its device."""
+        node = self.others.get(node_of(worker))
+        return (self.local if node is None else node).device_share(seat_index(worker))
 
     def _all(self) -> list[Node]:
         return [self.local, *self.others.values()]

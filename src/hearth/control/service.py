@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from hearth.control.cluster import Cluster
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.deploy.deploy import clear_snapshots, collect, collect_snapshots
@@ -40,10 +41,11 @@ from hearth.control.snapshots import Snapshots
 from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
 from hearth.core.types import LOCAL, Pace
+from hearth.node.agent_socket import answer_keeper
+from hearth.node.credentials import Authority
 from hearth.node.devices import Devices
-from hearth.node.local_node import LocalNode
+from hearth.node.local_node import LocalNode, new_socket_path
 from hearth.node.process_log import ProcessLog, logs_to_stderr
-from hearth.node.supervisor import seat_index
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_template import WorkerTemplate
 from hearth.policy.fleet.events import BrainConfig
@@ -89,7 +91,7 @@ async def running(
         observer = Observer(
             metrics,
             takes_turns=service.turns,
-            device_share=lambda worker: devices.share_of(seat_index(worker)),
+            device_share=lambda worker: nodes.device_share(worker),
         )
         pools = PoolReports()
         obstacle = _snapshots_obstacle(config, data_dir)
@@ -129,8 +131,19 @@ async def running(
             exchange_sinks.append(access_log.write)
         count_spawned = metrics.fallbacks.labels("template").inc
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
+        cluster_path = data_dir.path / "cluster"
+        authority = Authority.open(cluster_path) if (cluster_path / "ca.key").exists() else None
+        agent_socket = None if authority is None else new_socket_path(data_dir.path, "agent", stack)
         local = LocalNode(
-            config, devices, data_dir.path, process_log.fd, receiver, lambda _: fail_if_out(), template
+            config,
+            devices,
+            data_dir.path,
+            process_log.fd,
+            receiver,
+            lambda _: fail_if_out(),
+            template,
+            agent_socket=agent_socket,
+            credentials=None if authority is None else cluster_path,
         )
         nodes = Nodes(local)
 
@@ -150,9 +163,21 @@ async def running(
         if not local.supervisor.keeper.reads_natively:
             metrics.fallbacks.labels("interpreted_reads").inc()
         reports = KeeperReports(local.keeper, catalog, driver)
+        cluster = None
+        if authority is not None and agent_socket is not None:
+            cluster = Cluster(
+                authority, nodes, driver, receiver, config, catalog.places, reports.node_reported, metrics
+            )
+            reports.tell_nodes = cluster.count_requests
+            stack.push_async_callback(cluster.close)
+            questions = await answer_keeper(agent_socket, cluster)
+            stack.callback(questions.close)
+            await cluster.start(cluster_path)
         stack.push_async_callback(reports.close)
         driver.add_sink(reports.observe)
         deployments = Deployments(registry, catalog, driver, local.keeper, data_dir, process_log.fd)
+        if cluster is not None:
+            deployments.tell_nodes = cluster.models_changed
         keys = keys_of(service, data_dir)
         usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
         stack.push_async_callback(usage.close)
@@ -166,6 +191,7 @@ async def running(
             pools=pools,
             keeper=reports,
             nodes=nodes,
+            cluster=cluster,
             metrics=metrics,
             kind=devices.kind,
             notes=lambda: (*(one.note for one in noting if one.note is not None), *snapshots.notes),

@@ -111,7 +111,9 @@ class Agent:
                 self._tell(f"joined {self._describe(welcome)}")
                 log.info("joined node=%s head=%s:%d", welcome.node, self._host, self._port)
                 reason = await self._live(channel, welcome)
-                self._tell(f"lost the head at {self._host}:{self._port}: {reason}; trying again until stopped")
+                self._tell(
+                    f"lost the head at {self._host}:{self._port}: {reason}; trying again until stopped"
+                )
                 log.warning("head_lost node=%s reason=%s", welcome.node, reason)
                 delay_s, lost_s, told = FIRST_RETRY_S, time.monotonic(), ""
             if time.monotonic() - lost_s > self._config.cluster.keep_host_s:
@@ -238,7 +240,6 @@ class Agent:
             await asyncio.sleep(PULSE_S)
 
     async def _report(self, local: LocalNode, channel: Channel) -> None:
-        local.forget_reported()
         while True:
             held, links = await local.changes()
             if held:
@@ -302,9 +303,7 @@ class Agent:
         finally:
             del self._questions[number]
 
-    def _answered(
-        self, number: int, answer: messages.Sources | messages.TicketGranted | HearthError
-    ) -> None:
+    def _answered(self, number: int, answer: messages.Sources | messages.TicketGranted | HearthError) -> None:
         if (question := self._questions.get(number)) is None or question.done():
             return
         if isinstance(answer, HearthError):

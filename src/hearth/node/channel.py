@@ -53,6 +53,7 @@ class Channel(asyncio.Protocol):
     def __init__(self) -> None:
         self.peer: str | None = None  #: verified name; None: the peer has shown no certificate
         self.serial: int | None = None  #: of the peer's certificate
+        self.host = ""  #: address of the peer
         self.why_ended: str | None = None  #: None: it has not, or the peer has closed it
         self._transport: asyncio.Transport | None = None  #: None once it was lost or detached
         self._buffer = bytearray()
@@ -130,6 +131,7 @@ class Channel(asyncio.Protocol):
         # uvloop's transport does not declare its type.
         self._transport = transport = cast(asyncio.Transport, transport)
         _set_options(transport.get_extra_info("socket"))
+        self.host = str(transport.get_extra_info("peername")[0])
         self.peer, self.serial = peer_of(transport.get_extra_info("ssl_object")) or (None, None)
 
     def data_received(self, data: bytes) -> None:

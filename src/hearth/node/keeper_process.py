@@ -40,6 +40,7 @@ class KeeperProcess:
         self.is_ready = asyncio.Event()
         self.trouble: str | None = None  #: why there is no keeper; None: there is
         self.num_failed_starts = 0  #: in a row
+        self.num_starts = 0  #: that succeeded; the next process has to be told everything anew
         self.reads_natively = True  #: False: without a C compiler the interpreter reads chunks
         self._setup, self._vigilance, self._errors = setup, vigilance, errors
         self._on_failed_start = on_failed_start
@@ -64,6 +65,7 @@ class KeeperProcess:
             raise error_of(answer["error"], answer["reason"])
         self.reads_natively = bool(answer["reads_natively"])
         self.trouble, self.num_failed_starts = None, 0
+        self.num_starts += 1
         self.is_ready.set()
 
     async def keep(self) -> None:

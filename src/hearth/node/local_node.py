@@ -7,28 +7,35 @@ head it is part of the service, on another machine of its agent (`agent.py`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
+from socket import socket
 
 from hearth.core.config import HearthConfig
-from hearth.core.errors import NoWorkers
+from hearth.core.errors import HearthError, NoWorkers
 from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
-from hearth.core.types import LOCAL, NodeId, WorkerId
+from hearth.core.node_messages import HeldChunks, LinkSpeed
+from hearth.core.types import LOCAL, Digest, NodeId, WorkerId
 from hearth.node.devices import Devices
 from hearth.node.link import Link, Receiver
 from hearth.node.processes import ErrorFile, Vigilance
 from hearth.node.supervisor import Supervisor
+from hearth.node.tickets import TicketCheck
 from hearth.node.worker_link import WorkerLink
 from hearth.node.worker_seat import WorkerStatus
 from hearth.node.worker_template import WorkerTemplate
 from hearth.store.keeper_client import KeeperClient
+from hearth.store.transfer.peer_server import hand_over
 
 #: Longer paths do not fit the address of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 100
+
+log = logging.getLogger(__name__)
 
 
 class LocalNode:
@@ -49,13 +56,15 @@ class LocalNode:
     ) -> None:
         """`path`: the data directory. `receiver` takes what workers send, after this node itself.
 
-        `agent_socket`, `credentials`: as in `KeeperSetup`. Others as in `Supervisor`.
+        `agent_socket`, `credentials`: as in `KeeperSetup`; None outside of a cluster. Others as in
+        `Supervisor`.
         """
         self.config, self.devices = config, devices
         self._path, self._receiver = path, receiver
         self._secret, self._port = secrets.token_bytes(32), 0
         self._stack = ExitStack()
         self._socket = new_socket_path(path, "keeper", self._stack)
+        self._peers_socket = None if agent_socket is None else new_socket_path(path, "peers", self._stack)
         service, store = config.service, config.store
         self.supervisor = Supervisor(
             setup_of=self._setup_of,
@@ -68,6 +77,7 @@ class LocalNode:
                 log_level=config.log.level,
                 agent_socket=None if agent_socket is None else str(agent_socket),
                 credentials=None if credentials is None else str(credentials),
+                peers_socket=None if self._peers_socket is None else str(self._peers_socket),
             ),
             num_workers=devices.num_workers,
             vigilance=Vigilance(service.start_s, service.heartbeat_s, service.max_missed),
@@ -76,6 +86,11 @@ class LocalNode:
             template=template,
         )
         self.keeper = KeeperClient(self._socket)
+        self.tickets: TicketCheck | None = None  #: of the present life; None: no data connection is admitted
+        self.is_encrypted = True
+        self.host_used_bytes = 0  #: as reported last
+        self._reported: dict[Digest, HeldChunks] = {}
+        self._links: dict[NodeId, LinkSpeed] = {}
 
     async def start(self) -> None:
         """Returns when the keeper is ready and workers can be started. Raises HearthError."""
@@ -102,8 +117,45 @@ class LocalNode:
     def workers(self) -> list[WorkerStatus]:
         return self.supervisor.workers()
 
+    def device_share(self, seat: int) -> float:
+        return self.devices.share_of(seat)
+
     def trouble(self) -> str | None:
         return self.supervisor.trouble()
+
+    # What other nodes get.
+
+    def admit_data(self, node: NodeId, ticket_key: bytes, *, is_encrypted: bool) -> None:
+        """Begin a life as `node`: admit data connections, and report all chunks anew."""
+        self.tickets, self.is_encrypted = TicketCheck(node, ticket_key), is_encrypted
+        self._reported, self._links = {}, {}
+
+    def take_data(self, connection: socket, ticket: bytes) -> None:
+        """Give a data connection to the keeper, if its ticket is good. Closes the caller's copy."""
+        with connection:
+            source = None if self.tickets is None else self.tickets.admit(ticket)
+            if source is None or self._peers_socket is None:
+                log.warning("data_refused reason=`the ticket is forged, used or of an earlier life`")
+                return
+            try:
+                hand_over(self._peers_socket, connection, is_encrypted=self.is_encrypted)
+            except OSError as error:  # the keeper is being replaced, and the peer asks again
+                log.warning("data_refused source=%s reason=%s", source, error)
+
+    async def changes(self) -> tuple[tuple[HeldChunks, ...], tuple[LinkSpeed, ...]]:
+        """Return which chunks the keeper has and how fast links are, for what changed since the last call."""
+        try:
+            held = {one.model: one for one in await self.keeper.held()}
+            links = {one.source: one for one in await self.keeper.links()}
+            self.host_used_bytes = (await self.keeper.host_memory()).used_bytes
+        except (HearthError, OSError) as error:  # it is being replaced
+            log.debug("chunks_unknown reason=%s", error)
+            return (), ()
+        gone = [HeldChunks(model, b"", b"") for model in self._reported.keys() - held.keys()]
+        changed = [one for one in held.values() if self._reported.get(one.model) != one]
+        measured = tuple(one for one in links.values() if self._links.get(one.source) != one)
+        self._reported, self._links = held, links
+        return (*changed, *gone), measured
 
     # What links tell.
 
@@ -140,7 +192,7 @@ class LocalNode:
         )
 
 
-def new_socket_path(path: Path, name: str, stack: ExitStack) -> Path:
+def new_socket_path(path: Path, name: str, stack: ExitStack | AsyncExitStack) -> Path:
     """Return a socket path of this process, whose predecessor may have left processes behind.
 
     `path`: the data directory. A path too long for a socket is replaced by one that ends with the stack.

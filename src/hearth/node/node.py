@@ -14,5 +14,8 @@ class Node(Protocol):
 
     def workers(self) -> list[WorkerStatus]: ...
 
+    def device_share(self, seat: int) -> float:
+        """Return the share of its device that a worker has, by the index of its seat."""
+
     def trouble(self) -> str | None:
         """Say why workers are not up; None: they are, or start for the first time."""

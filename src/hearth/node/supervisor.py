@@ -140,7 +140,11 @@ class Supervisor:
             self._on_outage(outage)
 
 
+def seat_of(worker: WorkerId) -> str:
+    """Return the name of a worker without lives: `gpu-2/w0` for `gpu-2.1/w0.3`."""
+    return "/".join(part.partition(".")[0] for part in worker.split("/"))
+
+
 def seat_index(worker: WorkerId) -> int:
     """Return the seat of a worker or of one of its successors, by its name: `w0`, then `w0.1`."""
-    name = worker.rpartition("/")[2]
-    return int(name.partition(".")[0].removeprefix("w"))
+    return int(seat_of(worker).rpartition("/")[2].removeprefix("w"))

@@ -76,7 +76,10 @@ def test_a_context_is_cut_to_the_budget_and_that_is_said_once(
     assert 2048 <= entry.max_context < LARGE.max_positions
     assert entry.profile.footprints["cuda"].least_bytes <= TIGHT_BYTES
     assert tight.view(entry).max_context == entry.max_context
-    assert tight.host_order(LoadModel(ModelId(BIG), WorkerId("w"), 1, 2), 1, "cuda").max_context == entry.max_context
+    assert (
+        tight.host_order(LoadModel(ModelId(BIG), WorkerId("w"), 1, 2), 1, "cuda").max_context
+        == entry.max_context
+    )
     tight.refresh()
     (line,) = cuts(caplog)
     assert line == f"context_cut model=big context={entry.max_context} made_for=8192 budget={TIGHT_BYTES}"

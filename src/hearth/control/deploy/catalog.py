@@ -15,7 +15,7 @@ from hearth.core.config import EngineConfig, ModelConfig
 from hearth.core.errors import ConfigError, UnsupportedModel
 from hearth.core.messages import AdapterOrder, HostModel, PrepareModel
 from hearth.core.sizes import StepLimits, computed_dtype
-from hearth.core.types import LOCAL, AdapterId, ModelId, NodeId, Pace, node_of, where_on_nodes
+from hearth.core.types import LOCAL, AdapterId, Digest, ModelId, NodeId, Pace, node_of, where_on_nodes
 from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.events import LoadModel
 from hearth.policy.fleet.footprint import Facts, context_of, fitted_context, footprint
@@ -187,6 +187,11 @@ class Catalog:
     def bases(self) -> set[ModelId]:
         return {ModelId(adapter.base) for adapter in self._adapters.values()}
 
+    def places(self) -> dict[Digest, str]:
+        """Return where each deployed model and adapter is, by its digest."""
+        models = {Digest(one.deployed.digest): one.deployed.where for one in self._entries.values()}
+        return models | {Digest(one.digest): one.where for one in self._adapters.values()}
+
     def adapter_ids(self) -> set[AdapterId]:
         return {adapter.adapter_id for adapter in self._adapters.values()}
 
@@ -233,7 +238,10 @@ class Catalog:
         """
         pairs = [(one.prepare_order(node, kind), one) for one in self._entries.values()]
         kinds = {
-            (replace(one.deployed.facts, eos_ids=(), has_chat_template=False), one.limits_by_kind[kind]): order
+            (
+                replace(one.deployed.facts, eos_ids=(), has_chat_template=False),
+                one.limits_by_kind[kind],
+            ): order
             for order, one in pairs
         }
         orders = dict.fromkeys((*kinds.values(), *(order for order, _ in pairs)))

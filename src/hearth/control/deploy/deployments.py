@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +54,8 @@ class Deployments:
         errors: int | None = None,
     ) -> None:
         self._errors = errors
+        #: Called when models or adapters were deployed or removed.
+        self.tell_nodes: Callable[[], None] = lambda: None
         self._registry, self._catalog, self._driver = registry, catalog, driver
         self._keeper, self._data_dir = keeper, data_dir
         #: Tasks that delete files: the event loop keeps only weak references.
@@ -205,6 +207,7 @@ class Deployments:
             if known.get(entry.profile.model) != entry.profile:
                 self._driver.post(events.ModelDeployed(self._driver.now_s, entry.profile))
                 self._driver.prepare(entry.prepare_order)
+        self.tell_nodes()
 
     async def _clear(self, name: str, locations: Sequence[ModelLocation]) -> None:
         """Delete files once no request uses them, in the background, even if the caller is cancelled."""

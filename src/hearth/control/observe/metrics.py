@@ -105,6 +105,12 @@ class Metrics:
         )
         self.evictions = self._counter("hearth_evictions", "Models that were evicted.")
         self.workers_lost = self._counter("hearth_workers_lost", "Workers that died or were killed.")
+        self.node_up = Gauge(
+            "hearth_node_up", "1 while a node of the cluster is up.", ["node"], registry=self.registry
+        )
+        self.cluster_stale = self._counter(
+            "hearth_cluster_stale", "Connections of an earlier life of a node that were refused."
+        )
         self.resumes = self._counter("hearth_resumes", "Requests that continued on another worker.")
         self.preemptions = self._counter(
             "hearth_preemptions", "Requests whose KV memory was needed by others."

@@ -16,6 +16,7 @@ from hearth.control.observe.views import PoolView
 from hearth.core.messages import Ping, Pong
 from hearth.core.types import WorkerId
 from hearth.node.link import Link
+from hearth.node.supervisor import seat_of
 
 #: Pings from this number on ask for a view; the supervisor counts its own from 1.
 FIRST_LOOK = 1 << 32
@@ -112,7 +113,7 @@ class PoolReports:
             sums = dict.fromkeys(PARTS, 0)
             for part in pool_parts(report.pong):
                 sums[part.kind, part.state] += part.num_bytes
-            seat, _, _ = worker.partition(".")  # successors share it, so that labels do not grow
+            seat = seat_of(worker)  # successors share it, so that labels do not grow
             for (kind, state), num_bytes in sums.items():
                 taken.add_metric([seat, kind, state], num_bytes)
         yield taken

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
+from hearth.control.cluster import Cluster
 from hearth.control.deploy.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.keeper_reports import KeeperReports
@@ -17,6 +18,7 @@ from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.pool_views import resident_views
 from hearth.control.observe.views import Explanation, Health, ProcessView, WorkerView
 from hearth.control.requests.caller import Caller
+from hearth.core.types import node_of
 from hearth.core.version import hearth_version
 from hearth.policy.fleet.residents import list_residents
 from hearth.system.garbage import LATE_COLLECTIONS
@@ -39,10 +41,12 @@ class ServiceViews:
         metrics: Metrics,
         kind: str,
         notes: Callable[[], tuple[str, ...]] = tuple,
+        cluster: Cluster | None = None,
     ) -> None:
         self._deployments, self._driver, self._observer = deployments, driver, observer
         self._pools, self._keeper, self._nodes = pools, keeper, nodes
         self._metrics, self._kind, self._notes = metrics, kind, notes
+        self.cluster = cluster  #: None: the service runs on one machine
         self.instance_id = secrets.token_hex(16)
         self._add_gauges()
 
@@ -112,6 +116,7 @@ class ServiceViews:
                     num_restarts=status.num_restarts,
                     pool=pool,
                     reason=status.reason,
+                    node=node_of(status.worker),
                 )
             )
         return views

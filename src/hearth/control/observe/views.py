@@ -6,9 +6,9 @@ Times are in seconds and count from the arrival of their request; only `created_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hearth.core.types import Rung
+from hearth.core.types import LOCAL, Rung
 from hearth.policy.fleet.events import Option
 
 
@@ -84,6 +84,7 @@ class WorkerView:
     num_restarts: int
     pool: PoolView | None = None  #: None: the worker has not reported yet
     reason: str | None = None  #: why the one before has ended, and when the next is tried; None: it is ready
+    node: str = LOCAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,30 @@ class HostMemoryView:
 
     used_bytes: int
     budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkView:
+    source: str  #: the node that chunks come from
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A machine of the cluster; `local` is the one of the service."""
+
+    name: str
+    node: str  #: of its present life
+    state: str  #: up, draining, down
+    host: str  #: its address, as the head sees it
+    devices: tuple[str, ...]  #: one per worker
+    num_ready_workers: int
+    budget_bytes: int  #: device memory of all its workers that are ready
+    host_used_bytes: int
+    host_bytes: int
+    links: tuple[LinkView, ...] = ()  #: from other nodes, as measured
+    labels: dict[str, str] = field(default_factory=dict)
+    reason: str | None = None  #: why workers are not up that should be
 
 
 @dataclass(frozen=True, slots=True)
