@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import ssl
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
-import uvloop
 
 from hearth.core import wire
 from hearth.core.errors import ConfigError, JoinRefused, Unreachable
@@ -23,113 +15,15 @@ from hearth.core.node_messages import (
     AuthorityIs,
     HeadPulse,
     Join,
-    NodeHello,
     Refused,
     TicketRefused,
 )
 from hearth.core.types import LOCAL, NodeId
 from hearth.node import channel as module
-from hearth.node.channel import DATA_MAGIC, Channel, ClusterPort, NodeMessage, connect
-from hearth.node.credentials import HEAD, Authority, Credentials
+from hearth.node.channel import DATA_MAGIC, Channel, ClusterPort, connect
+from hearth.node.credentials import HEAD, Authority
 from hearth.node.tickets import TICKET_BYTES, TicketIssuer
-from tests.node.test_credentials import member
-
-LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
-    "uvloop": uvloop.new_event_loop,
-    "asyncio": asyncio.new_event_loop,
-}
-Scene = Callable[[Callable[[], Awaitable[None]]], None]
-HELLO = NodeHello(1, "gpu-1", "cpu", ("a CPU",), 1 << 30, 7610)
-
-
-@pytest.fixture(params=LOOPS)
-def play(request: pytest.FixtureRequest) -> Scene:
-    """Run a scene on an event loop, and check that it leaves no task and no socket behind."""
-
-    def run(scene: Callable[[], Awaitable[None]]) -> None:
-        async def checked() -> None:
-            before = open_sockets()
-            await asyncio.wait_for(scene(), 60)
-            deadline_s = time.monotonic() + 10
-            while open_sockets() != before and time.monotonic() < deadline_s:
-                await asyncio.sleep(0.01)
-            assert open_sockets() == before
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-
-        with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
-            runner.run(checked())
-
-    return run
-
-
-def open_sockets() -> set[str]:
-    files = {os.path.realpath(f"/proc/self/fd/{file}") for file in os.listdir("/proc/self/fd")}
-    return {file for file in files if "socket:" in file}
-
-
-@dataclass
-class Cluster:
-    """A head's port, and what came to it."""
-
-    path: Path
-    authority: Authority
-    head: Credentials
-    node: Credentials
-    port: ClusterPort | None = None
-    came: asyncio.Queue[tuple[str | None, NodeMessage]] = field(default_factory=asyncio.Queue)
-    data: list[tuple[bytes, bytes]] = field(default_factory=list)
-
-    @asynccontextmanager
-    async def listening(self) -> AsyncIterator[int]:
-        self.port = await ClusterPort.listen(
-            "127.0.0.1",
-            0,
-            self.head.server_context(needs_certificate=False),
-            self.on_channel,
-            self.on_data,
-            self.authority.is_member,
-        )
-        try:
-            yield self.port.port
-        finally:
-            await self.port.close()
-
-    async def on_channel(self, channel: Channel) -> None:
-        """Answer each message of a peer until it leaves."""
-        while (message := await channel.receive()) is not None:
-            self.came.put_nowait((channel.peer, message))
-            if isinstance(message, AskTicket):
-                channel.send(TicketRefused(message.number, "x" * (message.number % 100_000)))
-            else:
-                channel.send(HeadPulse(0))
-
-    def on_data(self, connection: socket.socket, ticket: bytes) -> None:
-        with connection:
-            assert connection.getblocking()
-            self.data.append((ticket, connection.recv(100)))
-
-    async def no_strangers(self) -> None:
-        assert self.port is not None
-        while self.port._strangers:
-            await asyncio.sleep(0.005)
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    authority = Authority.create(tmp_path / "head")
-    head, node = Credentials.open(tmp_path / "head"), member(authority, tmp_path / "a", "gpu-1")
-    assert head is not None
-    return Cluster(tmp_path, authority, head, node)
-
-
-async def to_head(port: int, credentials: Credentials) -> Channel:
-    return await connect("127.0.0.1", port, credentials.client_context(), HEAD)
-
-
-async def nameless(port: int) -> Channel:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return await connect("127.0.0.1", port, context, None)
+from tests.node.tls_cluster import HELLO, Cluster, Scene, member, nameless, to_head
 
 
 def test_members_exchange_messages_of_all_sizes(cluster: Cluster, play: Scene) -> None:

@@ -25,21 +25,12 @@ from hearth.node.credentials import (
     server_name,
     signing_request,
 )
+from tests.node.tls_cluster import member, token_of
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority.create(tmp_path / "head")
-
-
-def token_of(authority: Authority, ttl_s: float = 60.0) -> Token:
-    return Token.parse(authority.new_token(ttl_s))
-
-
-def member(authority: Authority, path: Path, name: str) -> Credentials:
-    token, request = token_of(authority), signing_request(name, own_key(path))
-    certificate = authority.admit(token.token_id, token.secret, name, request)
-    return keep_certificate(path, authority.certificate_pem, certificate, "127.0.0.1:7610")
 
 
 def test_a_token_admits_several_nodes_and_only_its_hash_is_kept(authority: Authority, tmp_path: Path) -> None:

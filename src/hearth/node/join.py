@@ -1,0 +1,162 @@
+"""How a machine becomes a node: it pins the authority by its token, asks for a certificate, and keeps it.
+
+    node                                              head
+    AskAuthority, over TLS that verifies nothing  ->  AuthorityIs: the node compares its hash with the token's
+    Join, over TLS that verifies the head         ->  Joined, or Refused
+
+The token's secret is sent only to a head that has proven to belong to the token's cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import ssl
+from contextlib import suppress
+from pathlib import Path
+
+from cryptography import x509
+
+from hearth.core.config import parse_address
+from hearth.core.errors import ConfigError, HearthError, JoinRefused, Unreachable
+from hearth.core.node_messages import AskAuthority, AuthorityIs, Join, Joined, Refused
+from hearth.node.channel import Channel, NodeMessage, connect
+from hearth.node.credentials import (
+    HEAD,
+    Authority,
+    Credentials,
+    Token,
+    check_node_name,
+    fingerprint_of,
+    keep_certificate,
+    own_key,
+    signing_request,
+)
+
+ANSWER_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+async def join(address: str, token: str, name: str, path: Path) -> Credentials:
+    """Make this machine the node `name` of the cluster whose head is at `address`, and keep that in `path`.
+
+    Raises ConfigError, JoinRefused and Unreachable. An answer that was lost can be asked for again.
+    """
+    invitation = Token.parse(token)
+    check_node_name(name)
+    host, port = parse_address(address)
+    _refuse_other_cluster(path, invitation)
+    ca_pem = await _fetch_authority(host, port, invitation)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(cadata=ca_pem.decode())
+    is_new = not (path / "node.key").exists()
+    request = signing_request(name, own_key(path))
+    try:
+        message = Join(invitation.token_id, invitation.secret, name, request)
+        certificate_pem = await _certificate(await connect(host, port, context, HEAD), message)
+    except JoinRefused:
+        if is_new:
+            (path / "node.key").unlink()
+            with suppress(OSError):  # it holds other files
+                path.rmdir()
+        raise
+    return keep_certificate(path, ca_pem, certificate_pem, address)
+
+
+async def renew(credentials: Credentials) -> Credentials:
+    """Get a new certificate for the same name and key. Raises JoinRefused and Unreachable."""
+    assert credentials.head is not None, "a node knows its head"
+    channel = await connect(*parse_address(credentials.head), credentials.client_context(), HEAD)
+    message = Join(token_id="", secret="", name=credentials.name, request=credentials.request())
+    certificate_pem = await _certificate(channel, message)
+    ca_pem = (credentials.path / "ca.pem").read_bytes()
+    return keep_certificate(credentials.path, ca_pem, certificate_pem, credentials.head)
+
+
+async def answer_stranger(channel: Channel, authority: Authority) -> None:
+    """Answer `AskAuthority` or `Join`, the first message of a channel, at the head."""
+    match await channel.receive():
+        case AskAuthority():
+            channel.send(AuthorityIs(authority.certificate_pem))
+        case Join() as message:
+            try:  # on a thread: files are written
+                channel.send(Joined(await asyncio.to_thread(_sign, authority, channel.peer, message)))
+                log.info("node_admitted name=%s", message.name)
+            except JoinRefused as error:
+                log.warning("join_refused name=%.80r reason=%s", message.name, error)
+                channel.send(Refused(str(error)))
+            except (HearthError, OSError) as error:
+                log.error("join_failed name=%.80r reason=%s", message.name, error)
+                channel.send(Refused("the head cannot sign certificates now; its log says why"))
+
+
+def _sign(authority: Authority, peer: str | None, message: Join) -> bytes:
+    if peer == message.name:
+        return authority.renew(message.name, message.request)
+    return authority.admit(message.token_id, message.secret, message.name, message.request)
+
+
+def _refuse_other_cluster(path: Path, invitation: Token) -> None:
+    known = path / "ca.pem"
+    if (path / "ca.key").exists():
+        raise ConfigError(
+            f"this machine is the head of a cluster, by the files in `{path}`, and cannot join one"
+        )
+    if (
+        known.exists()
+        and fingerprint_of(x509.load_pem_x509_certificate(known.read_bytes())) != invitation.fingerprint
+    ):
+        raise ConfigError(
+            f"this machine is a node of another cluster, by the files in `{path}`; to leave that one, remove "
+            "the directory"
+        )
+
+
+async def _fetch_authority(host: str, port: int, invitation: Token) -> bytes:
+    """Return the authority's certificate, if it is the one that the token names."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    answer = await _ask(await connect(host, port, context, None), AskAuthority())
+    with suppress(ValueError):  # it is no certificate
+        if isinstance(answer, AuthorityIs):
+            given = fingerprint_of(x509.load_pem_x509_certificate(answer.certificate))
+            if hmac.compare_digest(given, invitation.fingerprint):
+                return answer.certificate
+    raise JoinRefused(
+        f"`{host}:{port}` is not the head that made this token; check the address, and make a token there "
+        "with `hearth cluster token`"
+    )
+
+
+async def _certificate(channel: Channel, message: Join) -> bytes:
+    match await _ask(channel, message):
+        case Joined(certificate=certificate):
+            return certificate
+        case Refused(reason=reason):
+            raise JoinRefused(reason)
+        case answer:
+            raise JoinRefused(
+                f"the head has answered {type(answer).__name__}; install the same Hearth on both"
+            )
+
+
+async def _ask(channel: Channel, message: NodeMessage) -> NodeMessage:
+    """Return the answer to a question, and close the channel. Raises Unreachable."""
+    try:
+        channel.send(message)
+        async with asyncio.timeout(ANSWER_S):
+            answer = await channel.receive()
+    except TimeoutError:
+        raise Unreachable(f"the head has not answered within {ANSWER_S:g} s; look into its log") from None
+    finally:
+        channel.close()
+    if answer is None:
+        raise Unreachable(
+            "the head has closed the connection without an answer; if the certificate of this machine has "
+            "expired, join again with a new token"
+        )
+    return answer
