@@ -1,5 +1,7 @@
 """The process that owns the host segment and the disk of this machine, and leases chunks to its workers.
 
+In a cluster it also receives chunks from other nodes, and sends them its own.
+
     python -m hearth.store.keeper     reads a `KeeperSetup` as a line on standard input; writes a line of JSON
                                       to standard output, `ready` or an error; then answers each further
                                       line by a `KeeperPulse`
@@ -27,6 +29,8 @@ from hearth.core.messages import KeeperPulse, KeeperSetup
 from hearth.store.tiers.read_hashed import is_native
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.lease_server import LeaseServer
+from hearth.store.transfer.peer_server import PeerServer
+from hearth.store.transfer.peers import Peers
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
 
@@ -71,8 +75,14 @@ def main() -> int:
         try:
             config = StoreConfig(path=setup.path, disk_bytes=setup.disk_bytes, host_bytes=setup.host_bytes)
             keeps_chunks = setup.kind == "cuda"
-            tiers = stack.enter_context(closing(Tiers(config, is_pinned=False, keeps_chunks=keeps_chunks)))
+            credentials = None if setup.credentials is None else Path(setup.credentials)
+            peers = None if setup.agent_socket is None else Peers(Path(setup.agent_socket), credentials)
+            tiers = stack.enter_context(
+                closing(Tiers(config, is_pinned=False, keeps_chunks=keeps_chunks, peers=peers))
+            )
             stack.enter_context(closing(LeaseServer(tiers, Path(setup.socket))))
+            if setup.peers_socket is not None:
+                stack.enter_context(closing(PeerServer(tiers, Path(setup.peers_socket), credentials)))
         except HearthError as error:
             _say({"error": error.label, "reason": str(error)})
             return 1

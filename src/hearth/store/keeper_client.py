@@ -8,18 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.core.errors import HearthError, StoreError
+from hearth.core.node_messages import HeldChunks, LinkSpeed
 from hearth.core.types import Digest, Rung
 from hearth.store.transfer.lease_messages import (
     BytesCounted,
     CountBytes,
     CountRequests,
     ForgetModel,
+    HeldHere,
+    HeldOf,
     HostMeasured,
+    KnownModels,
     LookUpstream,
+    MeasuredLinks,
     MeasureHost,
+    MeasureLinks,
     Message,
     ModelForgotten,
     ModelRequests,
+    ModelsKnown,
     Refused,
     RequestsCounted,
     UpstreamSeen,
@@ -73,6 +80,30 @@ class KeeperClient:
         match await self._ask(CountRequests(models)):
             case RequestsCounted():
                 return
+            case other:
+                raise self._failure(other)
+
+    async def know(self, where_by_digest: Mapping[Digest, str]) -> None:
+        """Tell where the models are that other nodes may ask for, in the place of all told before."""
+        match await self._ask(KnownModels(dict(where_by_digest))):
+            case ModelsKnown():
+                return
+            case other:
+                raise self._failure(other)
+
+    async def held(self, digests: Sequence[Digest]) -> tuple[HeldChunks, ...]:
+        """Return which chunks of models are here; models that are not known are left out."""
+        match await self._ask(HeldOf(tuple(digests))):
+            case HeldHere(models):
+                return models
+            case other:
+                raise self._failure(other)
+
+    async def links(self) -> tuple[LinkSpeed, ...]:
+        """Return how fast chunks have come from other nodes."""
+        match await self._ask(MeasureLinks()):
+            case MeasuredLinks(links):
+                return links
             case other:
                 raise self._failure(other)
 

@@ -22,7 +22,7 @@ class ChunkArrival:
 
 
 class RemoteFiles(Protocol):
-    """Where a model's files are, outside this machine: object storage or other nodes. Many threads may read."""
+    """A model's files outside this machine: in object storage, or on other nodes. Many threads may read."""
 
     @property
     def url(self) -> str: ...

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.core.config import CPU_HOST_BYTES, StoreConfig
-from hearth.core.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable, UpstreamChanged
-from hearth.core.types import Rung
+from hearth.core.errors import (
+    BadCheckpoint,
+    ChunkCorrupt,
+    HearthError,
+    ModelNotOpen,
+    StoreError,
+    Unreachable,
+    UpstreamChanged,
+)
+from hearth.core.node_messages import HeldChunks
+from hearth.core.types import Digest, Rung
 from hearth.store.format.description import parse_description, read_description
 from hearth.store.format.file_stamp import FileStamp, stamp_of
 from hearth.store.format.manifest import (
@@ -29,10 +39,11 @@ from hearth.store.format.manifest import (
 from hearth.store.format.writer import staged
 from hearth.store.tiers.chunk_prices import ChunkPrices
 from hearth.store.tiers.disk import DiskTier
-from hearth.store.tiers.model import StoredModel
+from hearth.store.tiers.model import RemoteFiles, StoredModel
 from hearth.store.tiers.remote import RemoteModel
 from hearth.store.tiers.segment import Segment
 from hearth.store.tiers.upstream import (
+    PEERS,
     RemoteAddress,
     Upstream,
     description_directory,
@@ -42,6 +53,7 @@ from hearth.store.tiers.upstream import (
 )
 from hearth.store.transfer.chunk_reader import ChunkReader
 from hearth.store.transfer.fetch import Fetch, Fetcher
+from hearth.store.transfer.peers import PeerModel, Peers
 from hearth.store.transfer.record import LoadRecord, rung_bytes
 
 log = logging.getLogger(__name__)
@@ -68,12 +80,14 @@ class Tiers:
         *,
         is_pinned: bool = True,
         keeps_chunks: bool = True,
+        peers: Peers | None = None,
     ) -> None:
         """`is_pinned`: this process itself copies from host memory to a device.
 
         `keeps_chunks`: host memory keeps chunks for the next load. Not where the device is the CPU, which
         would hold models twice: chunks then pass through `CPU_HOST_BYTES` at most, and the page cache keeps
         them.
+        `peers`: other nodes, for models at `hearth://DIGEST`.
         """
         assert keeps_chunks or not is_pinned, "pages that are pinned cannot be given back"
         self.keeps_chunks = keeps_chunks
@@ -87,14 +101,22 @@ class Tiers:
         #: Reading a description takes milliseconds, too long for a cold start.
         #: Single operations of a dict are atomic and opening twice does no harm, so it needs no lock.
         self._opened: dict[Path, _Opened] = {}
-        self._remotes: dict[RemoteAddress, RemoteModel] = {}
-        reader = ChunkReader(self.disk, self.prices.of_disk_chunk, may_be_direct=keeps_chunks)
+        self._remotes: dict[RemoteAddress, RemoteFiles] = {}
+        self.peers = peers
+        self._known: Mapping[Digest, str] = {}
+        reader = ChunkReader(
+            self.disk,
+            self.prices.of_disk_chunk,
+            may_be_direct=keeps_chunks,
+            disk_bytes_per_s=lambda: self.prices.bytes_per_s(Rung.DISK),
+        )
         self.fetcher = Fetcher(self.segment, reader, self.prices, keeps_chunks=keeps_chunks)
         self._keeps_chunks = keeps_chunks
 
     def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
         """Open a converted model or adapter: its directory, its URL, or a version at that, `URL@DIGEST`.
 
+        `hearth://DIGEST` is a model that other nodes have.
         All but the weights of a remote model is kept on disk. A URL is asked for its manifest each time; a
         version only if it is not on disk. `weight`: see `StoredModel`.
         """
@@ -104,6 +126,19 @@ class Tiers:
         if address.version is None:
             return self._admit(self._open_newest(address, weight))
         return self._open_version(address, weight)
+
+    def know(self, where_by_digest: Mapping[Digest, str]) -> None:
+        """Learn where models are that `find` may have to open, in the place of all known before."""
+        self._known = where_by_digest
+
+    def find(self, digest: Digest) -> StoredModel:
+        """Return an opened or known model. Raises ModelNotOpen, and as `open`."""
+        for opened in list(self._opened.values()):
+            if opened.model.manifest.digest == digest:
+                return opened.model
+        if digest not in self._known:
+            raise ModelNotOpen(f"no model {digest} is known on this node")
+        return self.open(self._known[digest])
 
     def resolve(self, where: str) -> str:
         """Keep the description of what a URL holds now, and return the address of that version, for `open`.
@@ -121,7 +156,7 @@ class Tiers:
         return str(version)
 
     def _open_described(
-        self, directory: Path, weight: float, remote: RemoteModel | None = None
+        self, directory: Path, weight: float, remote: RemoteFiles | None = None
     ) -> StoredModel:
         known = self._opened.get(directory)
         if known is not None and known.is_current and known.model.weight == weight:
@@ -179,6 +214,16 @@ class Tiers:
         sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
         return sum(sizes[chunk_id] for chunk_id in self.fetcher.resident(sizes))
 
+    def held(self, digests: Iterable[Digest]) -> Iterator[HeldChunks]:
+        """Yield which chunks of models lie in host memory and on disk. Skips models that cannot be opened."""
+        for digest in digests:
+            with suppress(HearthError):
+                ids = self.find(digest).manifest.chunk_ids
+                resident = set(self.fetcher.resident(ids))
+                yield HeldChunks(
+                    digest, _mask(one in resident for one in ids), _mask(map(self.disk.holds, ids))
+                )
+
     def forget(self, where: str | Path) -> Path:
         """Forget a model that is no longer deployed; return the directory of its description.
 
@@ -224,6 +269,8 @@ class Tiers:
 
     def close(self) -> None:
         self.fetcher.close()
+        if self.peers is not None:
+            self.peers.close()
         self.segment.close()
 
     def _open_newest(self, address: RemoteAddress, weight: float) -> StoredModel:
@@ -256,6 +303,8 @@ class Tiers:
             log.warning("fallback description=upstream model=%s reason=%s", directory.name, reason)
         found = _read_description(remote)
         if found.manifest.digest != address.version:
+            if remote.rung is Rung.PEER:
+                raise ChunkCorrupt(f"a node sent {found.manifest.digest} for `{address}`; check that node")
             raise UpstreamChanged(
                 f"`{address.url}` holds version {found.manifest.digest} now, and version {address.version} "
                 f"is not whole on disk: {reason}; deploy the model again, or put that version back"
@@ -263,17 +312,24 @@ class Tiers:
         self._keep_version(remote, found, directory)
         return self._open_described(directory, weight, remote)
 
-    def _remote(self, address: RemoteAddress) -> RemoteModel:
+    def _remote(self, address: RemoteAddress) -> RemoteFiles:
         known = self._remotes.get(address)
-        return self._remotes.setdefault(address, RemoteModel(address.url)) if known is None else known
+        return self._remotes.setdefault(address, self._remote_files(address)) if known is None else known
 
-    def _keep_version(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
+    def _remote_files(self, address: RemoteAddress) -> RemoteFiles:
+        if not address.url.startswith(PEERS):
+            return RemoteModel(address.url)
+        if self.peers is None:
+            raise StoreError(f"`{address}` is a model of other nodes, and this one is in no cluster; join it")
+        return PeerModel(self.peers, Digest(str(address.version)))
+
+    def _keep_version(self, remote: RemoteFiles, found: _Description, directory: Path) -> None:
         if not found.is_in(directory):
             self._describe(remote, found, directory)
-        if note_version(directory, found.manifest.digest) is None:
+        if remote.rung is Rung.OBJECT and note_version(directory, found.manifest.digest) is None:
             write_upstream(directory, Upstream(found.manifest.digest))
 
-    def _describe(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
+    def _describe(self, remote: RemoteFiles, found: _Description, directory: Path) -> None:
         num_bytes = len(found.text) + sum(file.num_bytes for file in found.manifest.files)
         # Another thread or process that opens it at the same time waits, and finds it done.
         with staged(directory, num_bytes, overwrite=True, wait=True) as staging:
@@ -300,6 +356,13 @@ class _Description:
         return is_same and not any(damage_of(file, directory) for file in self.manifest.files)
 
 
-def _read_description(remote: RemoteModel) -> _Description:
+def _read_description(remote: RemoteFiles) -> _Description:
     text = remote.read_file(MANIFEST)
     return _Description(text, parse_description(text.decode(errors="replace"), f"{remote.url}/{MANIFEST}"))
+
+
+def _mask(bits: Iterable[bool]) -> bytes:
+    """Bit i of the mask, the lowest of the first byte first, is the i-th given."""
+    given = list(bits)
+    number = sum(1 << at for at, bit in enumerate(given) if bit)
+    return number.to_bytes((len(given) + 7) // 8, "little")

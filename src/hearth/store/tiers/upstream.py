@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # loads torch, which the gateway does without
     from hearth.store.tiers.model import RemoteFiles
 
 UPSTREAM = "upstream.json"
+#: The address of a model on other nodes is this and its digest.
+PEERS = "hearth://"
 #: How long a look at the Hub may take; at object storage it is `remote.BRIEF`.
 HUB_S = 3.0
 
@@ -42,11 +44,15 @@ class RemoteAddress:
     version: str | None = None  #: digest of the manifest; None: whatever is there now
 
     def __str__(self) -> str:
-        return self.url if self.version is None else f"{self.url}@{self.version}"
+        if self.version is None or self.url.startswith(PEERS):
+            return self.url
+        return f"{self.url}@{self.version}"
 
 
 def parse_address(text: str) -> RemoteAddress:
     text = text.rstrip("/")
+    if text.startswith(PEERS):
+        return RemoteAddress(text, text.removeprefix(PEERS))
     found = _VERSION_ADDRESS.fullmatch(text)
     return RemoteAddress(text) if found is None else RemoteAddress(found["url"].rstrip("/"), found["version"])
 

@@ -1,8 +1,8 @@
 """Reads one chunk into a buffer, from disk, other nodes or object storage. Schedules nothing, keeps no books.
 
 Wrong bytes never leave this module: the place they came from is struck off, the next one is tried, and nodes
-and object storage are asked again. What comes from outside this machine is checked by BLAKE3 each time; for files, see
-`verified_read.py`.
+and object storage are asked again. What comes from outside this machine is checked by BLAKE3 each time; for
+files, see `verified_read.py`.
 """
 
 from __future__ import annotations

@@ -225,7 +225,9 @@ class Fetcher:
             self.segment.give_back()
 
     def _gives_way(self, fetch: Fetch) -> bool:
-        return fetch.is_prefetch and any(one.todo and not one.is_prefetch for one in self._round_robin)
+        if not fetch.is_prefetch or self.book.is_resident(fetch.model.manifest.chunk_ids[fetch.todo[0]]):
+            return False
+        return any(one.todo and not one.is_prefetch for one in self._round_robin)
 
     def _take(self, fetch: Fetch) -> bool:
         """Schedule the load's next chunk; return False if there is no cell for it now."""
@@ -471,6 +473,12 @@ class Fetch:
                     break
                 batch.append(self.ready.pop(index))
         return batch
+
+    def wait(self, index: int, timeout_s: float) -> bool:
+        """Wait for a chunk that is not taken yet. False: it is still being read. True also on a failure."""
+        with self.arrived:
+            self.awaited = index
+            return self.arrived.wait_for(lambda: index in self.ready or self.is_over, timeout_s)
 
     def _failure(self) -> StoreError:
         return self.error or LoadCancelled(f"the load of `{self.model.name}` was cancelled")

@@ -13,6 +13,9 @@
     CountRequests                         RequestsCounted
     ForgetModel                           ModelForgotten
     LookUpstream                          UpstreamSeen | Refused
+    KnownModels                           ModelsKnown
+    HeldOf                                HeldHere
+    MeasureLinks                          MeasuredLinks
     (closes, or dies)                     takes back all unreleased chunks
 
 A message is a line of JSON: the name of its kind, and its fields. A connection carries one lease at a time,
@@ -32,6 +35,7 @@ import msgspec
 
 from hearth.core import errors
 from hearth.core.errors import HearthError, StoreError
+from hearth.core.node_messages import HeldChunks, LinkSpeed
 from hearth.core.types import Digest
 from hearth.store.transfer.record import Delivery
 
@@ -176,6 +180,40 @@ class UpstreamSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownModels:
+    """Where the models are that other nodes may ask for, in the place of all told before."""
+
+    models: dict[Digest, str]  #: a directory or a URL
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsKnown:
+    """The answer to `KnownModels`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOf:
+    """Ask which chunks of models are here."""
+
+    models: tuple[Digest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldHere:
+    models: tuple[HeldChunks, ...]  #: those of the models that are known
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureLinks:
+    """Ask how fast chunks have come from other nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLinks:
+    links: tuple[LinkSpeed, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     error: str  #: the class of the error
     reason: str
@@ -202,6 +240,12 @@ Message = (
     | ModelForgotten
     | LookUpstream
     | UpstreamSeen
+    | KnownModels
+    | ModelsKnown
+    | HeldOf
+    | HeldHere
+    | MeasureLinks
+    | MeasuredLinks
     | Refused
 )
 #: A switch of models waits for these messages, one for each chunk.

@@ -25,17 +25,23 @@ from hearth.store.transfer.lease_messages import (
     CountBytes,
     CountRequests,
     ForgetModel,
+    HeldHere,
+    HeldOf,
     HostMeasured,
+    KnownModels,
     LeaseChunks,
     LeaseGranted,
     LookUpstream,
+    MeasuredLinks,
     MeasureHost,
+    MeasureLinks,
     Message,
     ModelBytes,
     ModelForgotten,
     ModelOpened,
     ModelPrefetched,
     ModelRequests,
+    ModelsKnown,
     OpenModel,
     PrefetchModel,
     ReleaseChunks,
@@ -199,6 +205,14 @@ class _Session:
                 self._send(self._answer(where, lambda: self._forget(where)))
             case LookUpstream(source):
                 self._send(self._answer(source, lambda: UpstreamSeen(version_now(source))))
+            case KnownModels(where_by_digest):
+                self._tiers.know(where_by_digest)
+                self._send(ModelsKnown())
+            case HeldOf(digests):
+                self._send(HeldHere(tuple(self._tiers.held(digests))))
+            case MeasureLinks():
+                peers = self._tiers.peers
+                self._send(MeasuredLinks(() if peers is None else peers.links()))
             case _:
                 raise StoreError(f"a worker does not send {type(message).__name__}")
 

@@ -1,0 +1,183 @@
+"""Stores of several nodes on one machine, with agents that hand out addresses and tickets. Measures nothing.
+
+The agents here speak the protocols of real ones towards their keepers: JSON lines on the agent's socket, and
+descriptors of admitted connections. They know what all nodes hold, as the head does.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from hearth.core.node_messages import HeldChunks
+from hearth.core.types import Digest, NodeId
+from hearth.store.transfer.peer_server import hand_over
+from hearth.store.transfer.peer_stream import MAGIC, certificate_name
+
+#: What a node holds of a model.
+Held = Callable[[Digest], Iterable[HeldChunks]]
+
+
+@dataclass
+class Cluster:
+    """Nodes under a folder. Mutable; tests change what is in it while agents answer."""
+
+    folder: Path
+    is_encrypted: bool = False
+    nodes: dict[NodeId, Node] = field(default_factory=dict)
+    #: What nodes are said to hold, instead of what they do.
+    said: dict[NodeId, Held] = field(default_factory=dict)
+    num_tickets: int = 0
+
+    def __post_init__(self) -> None:
+        self._tickets: set[str] = set()
+        self._authority = _Authority()
+
+    def add(self, name: str, host: str = "127.0.0.1") -> Node:
+        """Make a node without a store: `Node.held` says what it has, and whom its connections go to."""
+        node = Node(self, NodeId(name), self.folder / name, host)
+        self._authority.certify(node.folder, node.name)
+        self.nodes[node.name] = node
+        return node
+
+    def sources(self, asker: NodeId, digest: Digest) -> list[dict[str, str]]:
+        found = []
+        for name, node in list(self.nodes.items()):
+            if name == asker:
+                continue
+            for held in self.said.get(name, node.held)(digest):
+                if any(held.host) or any(held.disk):
+                    found.append({"node": name, "host": held.host.hex(), "disk": held.disk.hex()})
+        return found
+
+    def ticket(self, name: NodeId) -> dict[str, object]:
+        node = self.nodes.get(name)
+        if node is None:
+            return {"error": f"no node {name} is in the cluster"}
+        ticket = secrets.token_hex(16)
+        self._tickets.add(ticket)
+        self.num_tickets += 1
+        return {"host": node.host, "port": node.port, "ticket": ticket, "is_encrypted": self.is_encrypted}
+
+    def admits(self, ticket: str) -> bool:
+        with suppress(KeyError):
+            self._tickets.remove(ticket)
+            return True
+        return False
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.close()
+
+
+class Node:
+    """The agent of one node: its port, and the socket for its keeper's questions."""
+
+    def __init__(self, cluster: Cluster, name: NodeId, folder: Path, host: str) -> None:
+        folder.mkdir(parents=True)
+        self.cluster, self.name, self.folder, self.host = cluster, name, folder, host
+        self.agent_socket, self.peers_socket = folder / "agent.sock", folder / "peers.sock"
+        self.held: Held = lambda _: ()
+        self.take: Callable[[socket.socket], None] = self._hand_over
+        self._listener = socket.create_server((host, 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+        self._agent = _AgentServer(self)
+        threading.Thread(target=self._agent.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._agent.shutdown()
+        self._agent.server_close()
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        hand_over(self.peers_socket, connection, is_encrypted=self.cluster.is_encrypted)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        with closing(connection), suppress(OSError):
+            line = connection.recv(len(MAGIC) + 33, socket.MSG_WAITALL)
+            if self.cluster.admits(line.removeprefix(MAGIC).decode().strip()):
+                self.take(connection)
+
+
+class _AgentServer(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        super().__init__(str(node.agent_socket), _Questions)
+
+
+class _Questions(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        assert isinstance(self.server, _AgentServer)
+        node = self.server.node
+        for line in self.rfile:
+            question = json.loads(line)
+            answer: object
+            if "sources" in question:
+                answer = {"sources": node.cluster.sources(node.name, Digest(question["sources"]))}
+            else:
+                answer = node.cluster.ticket(NodeId(question["ticket"]))
+            self.wfile.write(json.dumps(answer).encode() + b"\n")
+
+
+class _Authority:
+    def __init__(self) -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")])
+        self._certificate = (
+            self._builder(self._name, self._key)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def certify(self, folder: Path, node: NodeId) -> None:
+        """Write ca.pem, node.pem and node.key."""
+        key, dns_name = ec.generate_private_key(ec.SECP256R1()), certificate_name(node)
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, dns_name.partition(".")[0])])
+        certificate = (
+            self._builder(name, key)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name)]), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        pem = serialization.Encoding.PEM
+        (folder / "ca.pem").write_bytes(self._certificate.public_bytes(pem))
+        (folder / "node.pem").write_bytes(certificate.public_bytes(pem))
+        plain = serialization.NoEncryption()
+        (folder / "node.key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+
+    def _builder(self, name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+        now = datetime.now(UTC)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(days=1))
+            .not_valid_after(now + timedelta(days=1))
+        )

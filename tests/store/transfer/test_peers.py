@@ -1,0 +1,536 @@
+"""Chunks between the stores of several nodes, over real connections; agents and bad nodes are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bench.cluster.nodes import Cluster, Node
+from hearth.core.config import StoreConfig
+from hearth.core.errors import ChunkMissing, LoadCancelled, StoreError, Unreachable
+from hearth.core.messages import KeeperSetup
+from hearth.core.node_messages import HeldChunks
+from hearth.core.types import LOCAL, Digest, Rung
+from hearth.store.format.manifest import MANIFEST, WEIGHTS, TextFile, digest_of
+from hearth.store.keeper_client import KeeperClient
+from hearth.store.tiers.model import StoredModel
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.fetch import Fetch, HostChunk
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.peer_server import PeerServer
+from hearth.store.transfer.peer_stream import FAILED, HEADER, WAIT, certificate_name, failure_line
+from hearth.store.transfer.peers import Patience, Peers
+from tests.store.stored import CHUNK_BYTES, all_chunks, consume, stored_at, until, write_model
+from tests.worker.harness import keeping
+
+TEXT = b'{"a": "tokenizer"}'
+#: A node that sends nothing is noticed soon, and stays left out for the rest of a test.
+QUICK = Patience(stall_s=1.0, left_out_s=60.0, distrusted_s=60.0, give_up_s=0.5, sources_s=0.0)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model with a file beside its weights."""
+    directory = tmp_path / "made" / "tiny"
+    write_model(directory)
+    (directory / "tokenizer.json").write_bytes(TEXT)
+    file = TextFile("tokenizer.json", digest_of(TEXT), len(TEXT))
+    manifest = replace(stored_at(directory).manifest, files=(file,))
+    (directory / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return directory
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def any_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with a_cluster(is_encrypted=request.param) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with a_cluster() as cluster:
+        yield cluster
+
+
+@contextmanager
+def a_cluster(*, is_encrypted: bool = False) -> Iterator[Cluster]:
+    with (
+        tempfile.TemporaryDirectory(prefix="hearth-") as folder,  # a socket's name must be short
+        closing(Cluster(Path(folder), is_encrypted)) as cluster,
+    ):
+        yield cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    node: Node
+    tiers: Tiers
+    server: PeerServer
+
+
+@contextmanager
+def a_store(
+    cluster: Cluster,
+    name: str,
+    *,
+    num_cells: int = 64,
+    disk_bytes: int | None = None,
+    keeps_chunks: bool = True,
+) -> Iterator[Store]:
+    node = cluster.add(name)
+    config = StoreConfig(path=str(node.folder / "store"), host_bytes=16 << 20, disk_bytes=disk_bytes)
+    peers = Peers(node.agent_socket, node.folder, QUICK)
+    tiers = Tiers(
+        config, config.host_bytes // num_cells, is_pinned=False, keeps_chunks=keeps_chunks, peers=peers
+    )
+    node.held = lambda digest: tiers.held([digest])
+    with closing(tiers), closing(PeerServer(tiers, node.peers_socket, node.folder, stall_s=1.0)) as server:
+        yield Store(node, tiers, server)
+    tiers.fetcher.book.check()
+
+
+def weights(source: Path) -> bytes:
+    return (source / WEIGHTS).read_bytes()
+
+
+def where(source: Path) -> str:
+    return f"hearth://{stored_at(source).manifest.digest}"
+
+
+def load(store: Store, source: Path, order: range | list[int] | None = None) -> tuple[bytes, list[str]]:
+    """Load a model from other nodes; return its bytes, and where each chunk came from."""
+    model = store.tiers.open(where(source))
+    return take(store.tiers.fetch(model, all_chunks(model) if order is None else order))
+
+
+def take(fetch: Fetch) -> tuple[bytes, list[str]]:
+    data, sources = bytearray(), []
+    for chunk in fetch:
+        data += chunk.data
+        sources.append("host" if chunk.delivery is None else chunk.delivery.source or chunk.delivery.rung)
+        fetch.release(chunk)
+    return bytes(data), sources
+
+
+def holding(model: StoredModel, chunks: range) -> Callable[[Digest], list[HeldChunks]]:
+    mask = sum(1 << index for index in chunks).to_bytes(len(all_chunks(model)) // 8 + 1, "little")
+    return lambda digest: [HeldChunks(digest, mask, bytes(len(mask)))]
+
+
+class TestOpening:
+    def test_the_description_is_on_disk_afterwards(self, any_cluster: Cluster, source: Path) -> None:
+        with a_store(any_cluster, "local") as head, a_store(any_cluster, "gpu-2") as store:
+            head.tiers.open(source)
+            model = store.tiers.open(where(source))
+            assert model.manifest == stored_at(source).manifest
+            assert (model.directory / "tokenizer.json").read_bytes() == TEXT
+            num_tickets = any_cluster.num_tickets
+            assert store.tiers.open(where(source)) is model
+            head.node.close()
+            with closing(
+                Tiers(StoreConfig(path=str(store.tiers.disk.root)), peers=store.tiers.peers)
+            ) as again:
+                assert again.open(where(source)).manifest == model.manifest
+            assert any_cluster.num_tickets == num_tickets
+
+    def test_a_model_that_the_head_was_told_of_is_opened_there(self, cluster: Cluster, source: Path) -> None:
+        with a_store(cluster, "local") as head, a_store(cluster, "gpu-2") as store:
+            with pytest.raises(ChunkMissing, match=r"no node can send `manifest.json`.*no model .* is known"):
+                store.tiers.open(where(source))
+            head.tiers.know({stored_at(source).manifest.digest: str(source)})
+            assert load(store, source)[0] == weights(source)
+
+    def test_a_node_outside_a_cluster_refuses(self, tmp_path: Path, source: Path) -> None:
+        refused = pytest.raises(StoreError, match="this one is in no cluster")
+        with closing(Tiers(StoreConfig(path=str(tmp_path / "store")), is_pinned=False)) as tiers, refused:
+            tiers.open(where(source))
+
+    def test_another_description_than_asked_for_is_refused(
+        self, cluster: Cluster, source: Path, tmp_path: Path
+    ) -> None:
+        write_model(tmp_path / "other", seed=1)
+        with a_store(cluster, "local") as head, a_store(cluster, "gpu-2") as store:
+            head.tiers.find = lambda digest: head.tiers.open(tmp_path / "other")  # type: ignore[method-assign]
+            with pytest.raises(StoreError, match=f"a node sent .* for `{where(source)}`"):
+                store.tiers.open(where(source))
+            assert not list((store.tiers.disk.root / "models").glob("*/manifest.json"))
+
+    def test_forgetting_frees_the_disk(self, cluster: Cluster, source: Path) -> None:
+        with a_store(cluster, "local") as head, a_store(cluster, "gpu-2") as store:
+            head.tiers.open(source)
+            load(store, source)
+            until(lambda: store.tiers.disk.used_bytes == len(weights(source)))
+            directory = store.tiers.forget(where(source))
+            assert not directory.exists()
+            assert store.tiers.disk.used_bytes == 0
+            with pytest.raises(StoreError, match="is known on this node"):
+                store.tiers.find(stored_at(source).manifest.digest)
+
+
+class TestReceiving:
+    def test_every_chunk_comes_from_the_node_and_is_kept(self, any_cluster: Cluster, source: Path) -> None:
+        with a_store(any_cluster, "gpu-1") as sender, a_store(any_cluster, "gpu-2") as store:
+            sender.tiers.open(source)
+            data, sources = load(store, source)
+            assert data == weights(source)
+            assert set(sources) == {"gpu-1"}
+            until(lambda: store.tiers.disk.used_bytes == len(data))
+            (link,) = store.tiers.peers.links()
+            assert link.source == "gpu-1"
+            assert link.bytes_per_s > 0
+            assert load(store, source)[1] == ["host"] * len(sources)
+
+    def test_what_the_own_disk_has_is_read_there(self, cluster: Cluster, source: Path) -> None:
+        with a_store(cluster, "gpu-1") as sender, a_store(cluster, "gpu-2") as store:
+            sender.tiers.open(source)
+            data, _ = load(store, source)
+            until(lambda: store.tiers.disk.used_bytes == len(data))
+            root = store.tiers.disk.root
+        with a_cluster() as other, a_store(other, "gpu-2") as store:
+            again = Tiers(StoreConfig(path=str(root)), is_pinned=False, peers=store.tiers.peers)
+            with closing(again):
+                model = again.open(where(source))
+                assert take(again.fetch(model, all_chunks(model))) == (
+                    data,
+                    ["disk"] * len(all_chunks(model)),
+                )
+
+    def test_host_memory_of_a_faster_node_comes_before_the_own_disk(
+        self, cluster: Cluster, source: Path
+    ) -> None:
+        with a_store(cluster, "gpu-1") as sender, a_store(cluster, "gpu-2", keeps_chunks=False) as store:
+            consume(sender.tiers.fetch(model := sender.tiers.open(source), all_chunks(model)))
+            data, _ = load(store, source)
+            until(lambda: store.tiers.disk.used_bytes == len(data))
+            assert load(store, source, [2, 3])[1] == ["disk", "disk"]
+            store.tiers.prices.moved(Rung.DISK, 1 << 30, 1e6)  # a very slow one
+            assert load(store, source, [2, 3])[1] == ["gpu-1", "gpu-1"]
+
+    def test_holders_of_parts_together_deliver_the_whole(self, cluster: Cluster, source: Path) -> None:
+        with ExitStack() as stack:
+            one, two, store = (stack.enter_context(a_store(cluster, name)) for name in ("a", "b", "c"))
+            model = one.tiers.open(source)
+            two.tiers.open(source)
+            half = len(all_chunks(model)) // 2
+            cluster.said = {
+                one.node.name: holding(model, range(half)),
+                two.node.name: holding(model, range(half, len(all_chunks(model)))),
+            }
+            data, sources = load(store, source)
+            assert data == weights(source)
+            assert sources == ["a"] * half + ["b"] * (len(sources) - half)
+
+    def test_what_no_node_has_the_head_fetches(self, cluster: Cluster, source: Path) -> None:
+        with a_store(cluster, "local") as head, a_store(cluster, "gpu-2") as store:
+            model = head.tiers.open(source)
+            cluster.said[LOCAL] = holding(model, range(0))
+            assert load(store, source) == (weights(source), ["local"] * len(all_chunks(model)))
+
+    def test_a_receiver_sends_on_while_it_receives(self, cluster: Cluster, source: Path) -> None:
+        with ExitStack() as stack:
+            one, two, three = (stack.enter_context(a_store(cluster, name)) for name in ("a", "b", "c"))
+            one.tiers.open(source)
+            model = two.tiers.open(where(source))
+            fetch = two.tiers.fetch(model, all_chunks(model))
+            chunks = iter(fetch)
+            taken = [next(chunks) for _ in range(3)]  # the load of `b` is under way, and holds these
+            cluster.said[one.node.name] = holding(model, range(3, len(all_chunks(model))))
+            data, sources = load(three, source)
+            assert data == weights(source)
+            assert sources[:3] == ["b"] * 3
+            fetch.release(*taken)
+            for chunk in chunks:
+                fetch.release(chunk)
+
+    def test_a_host_segment_smaller_than_the_model_is_streamed_through(
+        self, any_cluster: Cluster, source: Path
+    ) -> None:
+        with (
+            a_store(any_cluster, "a", num_cells=2, keeps_chunks=False) as sender,
+            a_store(any_cluster, "b", num_cells=2, keeps_chunks=False) as store,
+        ):
+            sender.tiers.open(source)
+            assert len(stored_at(source).manifest.chunks) > 2
+            assert load(store, source)[0] == weights(source)
+
+    def test_the_quota_of_the_disk_holds(self, cluster: Cluster, source: Path) -> None:
+        quota_bytes = 3 * CHUNK_BYTES
+        with a_store(cluster, "a") as sender, a_store(cluster, "b", disk_bytes=quota_bytes) as store:
+            sender.tiers.open(source)
+            assert load(store, source)[0] == weights(source)
+            until(lambda: store.tiers.fetcher.book.num_leased == 0)  # each until it is kept, or not
+            assert 0 < store.tiers.disk.used_bytes <= quota_bytes
+
+    def test_a_cancelled_load_leaves_the_sender_nothing_leased(self, cluster: Cluster, source: Path) -> None:
+        with a_store(cluster, "a") as sender, a_store(cluster, "b") as store:
+            sender.tiers.open(source)
+            model = store.tiers.open(where(source))
+            fetch = store.tiers.fetch(model, all_chunks(model))
+            fetch.cancel()
+            with pytest.raises(LoadCancelled):
+                next(iter(fetch))
+            until(lambda: sender.tiers.fetcher.book.num_leased == 0)
+
+
+class TestFailures:
+    def test_a_node_that_dies_in_the_middle_is_replaced(self, cluster: Cluster, source: Path) -> None:
+        with ExitStack() as stack:
+            good, store = (stack.enter_context(a_store(cluster, name)) for name in ("a", "b"))
+            model = good.tiers.open(source)
+            bad = cluster.add("bad")
+            bad.take = lambda connection: answer(connection, model, num_bytes=CHUNK_BYTES // 2)
+            bad.held = holding(model, all_chunks(model))
+            data, sources = load(store, source)
+            assert (data, set(sources)) == (weights(source), {"a"})
+
+    def test_a_store_that_is_closed_in_the_middle_of_a_load(self, cluster: Cluster, source: Path) -> None:
+        with ExitStack() as stack:
+            one, two, store = (stack.enter_context(a_store(cluster, name)) for name in ("a", "b", "c"))
+            for sender in (one, two):
+                sender.tiers.open(source)
+            model = store.tiers.open(where(source))
+            fetch = store.tiers.fetch(model, all_chunks(model))
+            chunks = iter(fetch)
+            data = bytearray()
+            for chunk in chunks:
+                if chunk.index == 1:
+                    one.node.close()
+                    one.server.close()
+                data += chunk.data
+                fetch.release(chunk)
+            assert bytes(data) == weights(source)
+
+    def test_a_stalling_node_is_left_out(self, cluster: Cluster, source: Path) -> None:
+        with a_store(cluster, "a") as good, a_store(cluster, "b") as store:
+            model = good.tiers.open(source)
+            bad, stay = cluster.add("bad"), threading.Event()
+            bad.take = lambda connection: answer(connection, model, num_bytes=100, stay=stay)
+            bad.held = holding(model, all_chunks(model))
+            data, sources = load(store, source)
+            stay.set()
+            assert (data, set(sources)) == (weights(source), {"a"})
+
+    def test_wrong_bytes_condemn_their_node_and_not_the_load(
+        self, cluster: Cluster, source: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with a_store(cluster, "a") as good, a_store(cluster, "b") as store:
+            model = good.tiers.open(source)
+            bad = cluster.add("bad")
+            bad.take = lambda connection: answer(connection, model)
+            bad.held = holding(model, range(1))
+            cluster.said[good.node.name] = holding(model, range(1, len(all_chunks(model))))
+            first = store.tiers.open(where(source))
+            with pytest.raises(StoreError, match=r"chunk 0 of .*`bad` sent bytes that hash to"):
+                take(store.tiers.fetch(first, [0]))
+            assert "peer_corrupt" in caplog.text
+            assert "peer_left_out node=bad" in caplog.text
+            del cluster.said[good.node.name]
+            data, sources = load(store, source)
+            assert (data, set(sources)) == (weights(source), {"a"})
+
+    def test_a_node_that_lost_the_chunk_is_asked_no_more_for_it(self, cluster: Cluster, source: Path) -> None:
+        with ExitStack() as stack:
+            good, lost, store = (stack.enter_context(a_store(cluster, name)) for name in ("a", "lost", "c"))
+            model = good.tiers.open(source)
+            lost.tiers.open(where(source))  # its description, and no chunk
+            cluster.said = {
+                lost.node.name: holding(model, all_chunks(model)),
+                good.node.name: holding(model, range(1, len(all_chunks(model)))),
+            }
+            with pytest.raises(StoreError, match=r"chunk 0 of .* cannot be had: no node can send"):
+                load(store, source, [0])
+            del cluster.said[good.node.name]
+            assert load(store, source) == (weights(source), ["a"] * len(all_chunks(model)))
+
+    def test_a_chunk_that_takes_long_to_read_is_waited_for(self, cluster: Cluster, source: Path) -> None:
+        with a_store(cluster, "a") as good, a_store(cluster, "b") as store:
+            model = good.tiers.open(source)
+            store.tiers.open(where(source))
+            slow = cluster.add("slow")
+            slow.take = lambda connection: answer(connection, model, right=weights(source), num_waits=3)
+            slow.held = holding(model, all_chunks(model))
+            cluster.said[good.node.name] = lambda _: ()
+            assert load(store, source, [0]) == (weights(source)[:CHUNK_BYTES], ["slow"])
+
+    def test_without_any_node_the_error_names_chunk_and_cause(self, cluster: Cluster, source: Path) -> None:
+        with a_store(cluster, "a") as good, a_store(cluster, "b") as store:
+            model = good.tiers.open(source)
+            store.tiers.open(where(source))
+            good.node.close()
+            with pytest.raises(
+                Unreachable, match=r"chunk \d+ of .*: no node can send chunk \d+ of hearth://.*node `a`"
+            ):
+                take(store.tiers.fetch(store.tiers.open(where(source)), all_chunks(model)))
+
+    def test_a_receiver_that_takes_nothing_is_cut_off(self, cluster: Cluster, source: Path) -> None:
+        with a_store(cluster, "a") as sender:
+            digest = sender.tiers.open(source).manifest.digest
+            with connected(cluster, sender.node) as connection:
+                connection.sendall(b'{"chunks": ["%s", [0, 1]]}\n' % digest.encode())
+                header = connection.recv(HEADER.size, socket.MSG_WAITALL)
+                assert HEADER.unpack(header) == (0, CHUNK_BYTES)
+                assert len(connection.recv(CHUNK_BYTES, socket.MSG_WAITALL)) == CHUNK_BYTES
+                assert sender.tiers.fetcher.book.num_leased == 1  # until it is confirmed
+                with pytest.raises(ConnectionResetError):
+                    connection.recv(1)
+            until(lambda: sender.tiers.fetcher.book.num_leased == 0)
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            '{"chunks": ["DIGEST", [99999]]}',
+            '{"chunks": ["DIGEST", [-1]]}',
+            '{"chunks": ["unknown", [0]]}',
+            '{"file": ["DIGEST", "../../secret"]}',
+            '{"file": ["DIGEST", "weights.bin"]}',
+        ],
+    )
+    def test_what_is_not_there_is_refused_and_the_connection_stays(
+        self, cluster: Cluster, source: Path, line: str
+    ) -> None:
+        with a_store(cluster, "a") as sender:
+            digest = sender.tiers.open(source).manifest.digest
+            with connected(cluster, sender.node) as connection, connection.makefile("rb") as answers:
+                for _ in range(2):
+                    connection.sendall(line.replace("DIGEST", digest).encode() + b"\n")
+                    assert HEADER.unpack(answers.read(HEADER.size)) == (0, FAILED)
+                    assert b'{"error":' in answers.readline()
+
+    @pytest.mark.parametrize("line", [b"no json", b'{"chunks": 3}', b"x" * (1 << 20)])
+    def test_nonsense_ends_the_connection(self, cluster: Cluster, source: Path, line: bytes) -> None:
+        with a_store(cluster, "a") as sender, connected(cluster, sender.node) as connection:
+            connection.sendall(line + b"\n")
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+
+    def test_a_certificate_of_another_node_is_refused(self, source: Path) -> None:
+        with (
+            a_cluster(is_encrypted=True) as cluster,
+            a_store(cluster, "a") as sender,
+            a_store(cluster, "b") as store,
+        ):
+            sender.tiers.open(source)
+            for name in ("node.pem", "node.key"):
+                (sender.node.folder / name).write_bytes((store.node.folder / name).read_bytes())
+            with pytest.raises(StoreError, match=r"certificate is not valid for 'a\.node\.hearth'"):
+                load(store, source)
+
+
+def test_keepers_in_processes_serve_each_other(cluster: Cluster, source: Path) -> None:
+    """As in a cluster: the gateway tells the head's keeper where models are, workers open them by digest."""
+    model = stored_at(source)
+    digest, num_chunks = model.manifest.digest, len(all_chunks(model))
+    nodes = [cluster.add(name) for name in ("local", "gpu-1", "gpu-2")]
+    for node in nodes:
+        node.held = partial(held_by, KeeperClient(node.folder / "keeper.sock"))
+    with ExitStack() as stack:
+        head, *others = [stack.enter_context(keeping(keeper_setup_of(node))) for node in nodes]
+        clients = [KeeperClient(node.folder / "keeper.sock") for node in nodes]
+        asyncio.run(clients[0].know({digest: str(source)}))
+        first, second = (
+            stack.enter_context(closing(LeaseClient(node.folder / "keeper.sock", is_pinned=False)))
+            for node in nodes[1:]
+        )
+        assert {chunk.delivery.source for chunk in leased(first, source)} == {"local"}
+        (held,) = until_kept(clients[1], digest, num_chunks)
+        assert int.from_bytes(held.disk, "little") == (1 << num_chunks) - 1
+        head.kill()
+        head.wait()
+        assert {chunk.delivery.source for chunk in leased(second, source)} == {"gpu-1"}
+        assert [link.source for link in asyncio.run(clients[2].links())] == ["gpu-1"]
+        assert asyncio.run(clients[2].held([Digest("unknown")])) == ()
+        assert all(other.poll() is None for other in others)
+
+
+def keeper_setup_of(node: Node) -> KeeperSetup:
+    return KeeperSetup(
+        socket=str(node.folder / "keeper.sock"),
+        kind="cpu",
+        path=str(node.folder / "store"),
+        disk_bytes=None,
+        host_bytes=32 << 20,
+        log_level="warning",
+        agent_socket=str(node.agent_socket),
+        peers_socket=str(node.peers_socket),
+        credentials=str(node.folder),
+    )
+
+
+def held_by(client: KeeperClient, digest: Digest) -> tuple[HeldChunks, ...]:
+    try:
+        return asyncio.run(client.held([digest]))
+    except StoreError:  # it was killed, and its agent has not told yet
+        return ()
+
+
+def until_kept(client: KeeperClient, digest: Digest, num_chunks: int) -> tuple[HeldChunks, ...]:
+    def num_kept() -> int:
+        (held,) = held_by(client, digest)
+        return int.from_bytes(held.disk, "little").bit_count()
+
+    until(lambda: num_kept() == num_chunks)
+    return held_by(client, digest)
+
+
+def leased(client: LeaseClient, source: Path) -> list[HostChunk]:
+    """Load a model by its digest, compare its bytes, and return what was leased."""
+    model = client.open(where(source))
+    grant = client.grant(model, range(len(model.manifest.chunks)))
+    data, chunks = bytearray(), []
+    for chunk in grant:
+        data += chunk.data
+        chunks.append(chunk)
+        grant.release(chunk)
+    assert bytes(data) == weights(source)
+    return chunks
+
+
+def test_names_in_certificates() -> None:
+    names = [certificate_name(node) for node in (LOCAL, "gpu-2", "gpu-2.1", "a.b")]  # type: ignore[arg-type]
+    assert names == ["head.node.hearth", "gpu-2.node.hearth", "gpu-2.node.hearth", "a.b.node.hearth"]
+
+
+@contextmanager
+def connected(cluster: Cluster, node: Node) -> Iterator[socket.socket]:
+    ticket = cluster.ticket(node.name)["ticket"]
+    with socket.create_connection((node.host, node.port), timeout=30.0) as connection:
+        connection.sendall(f"HEARTH1 {ticket}\n".encode())
+        yield connection
+
+
+def answer(
+    connection: socket.socket,
+    model: StoredModel,
+    *,
+    num_bytes: int = CHUNK_BYTES,
+    right: bytes | None = None,
+    num_waits: int = 0,
+    stay: threading.Event | None = None,
+) -> None:
+    """Answer requests for chunks, with wrong bytes unless `right` are given, and only so many of a chunk."""
+    with connection.makefile("rb") as lines:
+        for line in lines:
+            if b'"file"' in line:
+                connection.sendall(HEADER.pack(0, FAILED) + failure_line("no file is here"))
+                continue
+            if line == b"\n":
+                continue
+            index = int(line.partition(b"[")[2].partition(b"[")[2].partition(b"]")[0])
+            size = model.manifest.chunks[index].num_bytes
+            begin = index * CHUNK_BYTES
+            content = bytes(size) if right is None else right[begin : begin + size]
+            connection.sendall(HEADER.pack(index, WAIT) * num_waits + HEADER.pack(index, size))
+            connection.sendall(content[: min(size, num_bytes)])
+            if num_bytes < CHUNK_BYTES:
+                if stay is not None:
+                    stay.wait(30.0)
+                return
