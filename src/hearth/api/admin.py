@@ -20,7 +20,7 @@ from hearth.api.anthropic.message_format import MESSAGE_PREFIX
 from hearth.api.body import OwnBody, Text
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
-from hearth.api.guard import MODELS_PATH, caller_of
+from hearth.api.guard import MODELS_PATH, NODES_PATH, caller_of
 from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT, COMPLETION
@@ -29,6 +29,7 @@ from hearth.core.errors import ConfigError, HearthError, RequestError, UnknownRe
 from hearth.core.version import hearth_version
 
 if TYPE_CHECKING:
+    from hearth.control.cluster import Cluster
     from hearth.control.gateway import Gateway
 
 _EVENTS: dict[int | str, dict[str, object]] = {
@@ -51,6 +52,10 @@ class DeployBody(OwnBody):
 
 class UnloadBody(OwnBody):
     free: bool = Field(False, description="Free its memory now, not when needed.")
+
+
+class DrainBody(OwnBody):
+    undo: bool = Field(False, description="Have the node back.")
 
 
 def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
@@ -154,6 +159,34 @@ def service_routes(gateway: Gateway) -> APIRouter:
                 "the header `x-hearth-request-id` of a response has its id"
             )
         return as_json(explanation)
+
+    return routes
+
+
+def node_routes(gateway: Gateway) -> APIRouter:
+    routes = APIRouter(prefix=NODES_PATH, tags=["Service"], route_class=JsonRoute)
+
+    def cluster() -> Cluster:
+        if (found := gateway.views.cluster) is None:
+            raise RequestError(
+                "this service runs on one machine; make it the head of a cluster with `hearth cluster init`, "
+                "and restart it"
+            )
+        return found
+
+    @routes.get("", summary="Machines of the cluster")
+    async def list_nodes() -> Response:
+        return as_json(await gateway.views.fresh_nodes())
+
+    @routes.post("/{name}/drain", summary="Place nothing more on a node; running requests finish")
+    async def drain(name: str, body: DrainBody) -> Response:
+        cluster().drain(name, is_draining=not body.undo)
+        return as_json({"drained" if not body.undo else "undrained": name})
+
+    @routes.delete("/{name}", summary="Remove a node from the cluster, for good")
+    async def remove(name: str) -> Response:
+        cluster().remove(name)
+        return as_json({"removed": name})
 
     return routes
 

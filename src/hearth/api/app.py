@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from hearth.api.admin import model_routes, service_routes
+from hearth.api.admin import model_routes, node_routes, service_routes
 from hearth.api.answers import Answers
 from hearth.api.anthropic.routes import anthropic_routes
 from hearth.api.cors import AllowedOrigins
@@ -64,6 +64,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         ollama_routes(gateway, answers),
         tokenize_routes(gateway, answers),
         model_routes(gateway, limits.stream_heartbeat_s),
+        node_routes(gateway),
         service_routes(gateway),
     ):
         app.include_router(router)

@@ -33,7 +33,8 @@ MAX_INCOMING_BODIES = 16
 #: Paths of probes, which need no key and are answered however many connections are open.
 OPEN_PATHS = frozenset(["/", "/health", "/livez", "/readyz", "/version"])
 #: Paths that show the whole service, including the load of other callers.
-MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps"])
+NODES_PATH = "/hearth/nodes"  #: changes are for admins
+MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps", NODES_PATH])
 MODELS_PATH = "/hearth/models"  #: listed for all; changes are for admins
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 #: Scope key of a function to call once the caller is authenticated; it returns False if there is no capacity.
@@ -202,7 +203,7 @@ def _note_caller(scope: Scope, caller: Caller) -> None:
 
 
 def _needed_role(scope: Scope) -> Role:
-    if scope["path"].startswith(MODELS_PATH) and scope["method"] not in ("GET", "HEAD"):
+    if scope["path"].startswith((MODELS_PATH, NODES_PATH)) and scope["method"] not in ("GET", "HEAD"):
         return "admin"
     if scope["path"] in (LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH):
         return "admin"

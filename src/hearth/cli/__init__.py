@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _early_template(words: Sequence[str]) -> TemplateProcess | None:
-    """Start the process that workers are forked from, if this is `hearth serve`: its imports take long."""
-    if words[:1] != ["serve"] or {"-h", "--help"} & set(words):
+    """Start the process that workers are forked from, if this command runs any: its imports take long."""
+    if words[:1] not in (["serve"], ["join"]) or {"-h", "--help"} & set(words):
         return None
     try:
         os.fstat(2)

@@ -13,7 +13,15 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from hearth.control.keys.keys import is_loopback
-from hearth.control.observe.views import Explanation, Health, ModelView, ProcessView, SnapshotView, UnloadView
+from hearth.control.observe.views import (
+    Explanation,
+    Health,
+    ModelView,
+    NodeView,
+    ProcessView,
+    SnapshotView,
+    UnloadView,
+)
 from hearth.core.errors import (
     ConfigError,
     HearthError,
@@ -143,6 +151,17 @@ class Client:
 
     def ps(self) -> ProcessView:
         return self._get("/hearth/ps", ProcessView)
+
+    def nodes(self) -> list[NodeView]:
+        return self._get("/hearth/nodes", list[NodeView])
+
+    def drain_node(self, name: str, *, undo: bool) -> None:
+        with self._answered("POST", f"/hearth/nodes/{_segment(name)}/drain", {"undo": undo}):
+            pass
+
+    def remove_node(self, name: str) -> None:
+        with self._answered("DELETE", f"/hearth/nodes/{_segment(name)}"):
+            pass
 
     def explain(self, request_id: str) -> Explanation:
         return self._get(f"/hearth/requests/{_segment(request_id)}", Explanation)

@@ -34,6 +34,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "convert": ("convert", "verify", "show"),
     "serve": ("serve",),
     "ps": ("ps", "stop", "logs"),
+    "nodes": ("nodes",),
     "simulate": ("simulate",),
 }
 

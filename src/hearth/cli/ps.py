@@ -139,6 +139,7 @@ def _fate(view: UnloadView) -> str:
 def _print_processes(view: ProcessView) -> None:
     workers = [
         [
+            worker.node,
             worker.worker,
             str(worker.pid),
             worker.device,
@@ -148,7 +149,7 @@ def _print_processes(view: ProcessView) -> None:
         ]
         for worker in view.workers
     ]
-    print_columns(["WORKER", "PID", "DEVICE", "STATE", "MEMORY", "RESTARTS"], workers)
+    print_columns(["NODE", "WORKER", "PID", "DEVICE", "STATE", "MEMORY", "RESTARTS"], workers)
     for worker in view.workers:
         if worker.reason is not None:
             typer.echo(f"\n{worker.reason}")

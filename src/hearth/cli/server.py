@@ -52,7 +52,7 @@ def run_service(
     with (
         DataDir.hold(service.data_dir) as data_dir,
         _listening(service) as listener,
-        _log_file(data_dir.log_path),
+        log_file(data_dir.log_path),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         keys_of(service, data_dir)  # raises before anything is started
@@ -68,9 +68,9 @@ async def _serve(
     template: TemplateProcess | None,
 ) -> None:
     service = config.service
-    max_open_files = _raise_open_files()
+    max_open_files = raise_open_files()
     # Until `running` has started, signals end the process at once.
-    async with running(config, data_dir, devices, template) as gateway, _signals_to_end() as signals:
+    async with running(config, data_dir, devices, template) as gateway, signals_to_end() as signals:
         from hearth.cli.http_server import http_server  # while workers import torch
 
         server = http_server(gateway, service, max_open_files)
@@ -105,7 +105,7 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _signals_to_end() -> AsyncIterator[asyncio.Queue[int]]:
+async def signals_to_end() -> AsyncIterator[asyncio.Queue[int]]:
     """Yield a queue of SIGTERM and SIGINT. Both are ignored afterwards: a late one would kill the process."""
     loop, heard = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in END_SIGNALS:
@@ -117,7 +117,7 @@ async def _signals_to_end() -> AsyncIterator[asyncio.Queue[int]]:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _raise_open_files() -> int:
+def raise_open_files() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = max(soft, min(hard, MAX_OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
@@ -155,7 +155,7 @@ def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _log_file(path: Path) -> Iterator[None]:
+def log_file(path: Path) -> Iterator[None]:
     if is_open_as(path, STDERR):
         yield
         return

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from hearth.control.driver import Driver
 from hearth.control.nodes import Nodes
@@ -22,7 +23,7 @@ from hearth.core.config import HearthConfig, parse_address
 from hearth.core.errors import HearthError, RequestError, Unreachable
 from hearth.core.messages import WorkerEnded, WorkerHello
 from hearth.core.types import LOCAL, Digest, NodeId, WorkerId
-from hearth.node.agent import MAX_SILENT_PULSES, PULSE_S, REPORT_S
+from hearth.node.agent import MAX_SILENT_PULSES, PULSE_S
 from hearth.node.channel import Channel, ClusterPort
 from hearth.node.credentials import Authority, Credentials
 from hearth.node.join import answer_stranger
@@ -57,11 +58,8 @@ class RemoteNode:
         return [
             WorkerStatus(
                 worker=one.worker,
-                state="ready"
-                if one.worker in self.links
-                else "failing"
-                if one.state == "failing"
-                else "starting",
+                # A worker that is ready counts when it is linked to the gateway.
+                state="ready" if one.worker in self.links else _not_ready(one.state),
                 pid=one.pid,
                 num_restarts=one.num_restarts,
                 hello=self.hellos.get(one.worker),
@@ -232,14 +230,10 @@ class Cluster:
         node, worker = self._joined.get(opened.node), opened.hello.worker
         if node is None or node.name != channel.peer or worker in node.links:
             self._metrics.cluster_stale.inc()  # of an earlier life
-            log.info(
-                "worker_refused worker=%s peer=%s reason=`its node has another life`", worker, channel.peer
-            )
+            log.info("worker_refused worker=%s reason=`its node has another life`", worker)
             return
         if not worker.startswith(f"{opened.node}/w"):
-            log.warning(
-                "worker_refused worker=%s node=%s reason=`it has a foreign name`", worker, opened.node
-            )
+            log.warning("worker_refused worker=%s reason=`its node is %s`", worker, opened.node)
             return
         link = Link(worker, self)
         try:
@@ -277,7 +271,6 @@ class Cluster:
             self._own_held |= {one.model: one for one in held}
             for link in links:
                 self._link_measured(link, LOCAL)
-            await asyncio.sleep(REPORT_S)
 
     async def _tell_places(self) -> None:
         """Tell the keeper of this machine what others may ask of it, and all others what was removed."""
@@ -400,3 +393,7 @@ class Cluster:
             labels=hello.labels,
             reason=node.pulse.trouble,
         )
+
+
+def _not_ready(state: str) -> Literal["starting", "failing"]:
+    return "failing" if state == "failing" else "starting"

@@ -108,7 +108,6 @@ class KeeperSetup(Struct, frozen=True):
     agent_socket: str | None = None  #: where it asks for chunks of other nodes; None: there are none
     peers_socket: str | None = None  #: where it takes connections of other nodes from the agent
     credentials: str | None = None  #: the directory of this node's certificate and key; None: no cluster
-    peers_socket: str | None = None  #: where it is given connections of other nodes; None: no cluster
 
 
 class KeeperPulse(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The agent of a machine that has joined a cluster: runs its keeper and workers, and connects them to the head.
+"""The agent of a machine in a cluster: runs its keeper and workers, and connects them to the head.
 
 Each life of the node is one control connection: the head answers its hello with a new id, and its workers
 live as long. When the head is lost, they end; their requests go on elsewhere. The agent then tries to join
@@ -28,6 +28,7 @@ from hearth.node.agent_socket import answer_keeper
 from hearth.node.channel import Channel, ClusterPort, connect
 from hearth.node.credentials import HEAD, Credentials
 from hearth.node.devices import Devices
+from hearth.node.join import renew
 from hearth.node.link import Link
 from hearth.node.local_node import LocalNode, new_socket_path
 from hearth.node.processes import ErrorFile
@@ -39,7 +40,6 @@ PULSE_S, MAX_SILENT_PULSES = 0.5, 6
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 #: Time for the head to answer a question of the keeper.
 ANSWER_S = 5.0
-REPORT_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Agent:
         self._silent_pulses = 0
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises HearthError: the head has refused this node, or workers cannot run."""
+        """Serve until cancelled. Raises HearthError: the head has refused the node, or workers cannot run."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._close_local)
             cluster = self._config.cluster
@@ -147,6 +147,8 @@ class Agent:
         )
 
     async def _connect(self) -> Channel:
+        if self._credentials.is_due:
+            self._credentials = await renew(self._credentials)
         return await connect(self._host, self._port, self._credentials.client_context(), HEAD)
 
     # One life of the node.
@@ -246,7 +248,6 @@ class Agent:
                 channel.send(messages.ChunksHeld(held))
             if links:
                 channel.send(messages.LinksMeasured(links))
-            await asyncio.sleep(REPORT_S)
 
     async def _receive(self, channel: Channel) -> None:
         while (message := await channel.receive()) is not None:

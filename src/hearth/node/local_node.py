@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
@@ -34,6 +35,8 @@ from hearth.store.transfer.peer_server import hand_over
 
 #: Longer paths do not fit the address of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 100
+#: Between two questions to the keeper what it has, and the most of its time that they may take.
+REPORT_S, REPORT_SHARE = 1.0, 0.05
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +92,7 @@ class LocalNode:
         self.tickets: TicketCheck | None = None  #: of the present life; None: no data connection is admitted
         self.is_encrypted = True
         self.host_used_bytes = 0  #: as reported last
+        self._asking_s = 0.0  #: how long the keeper took to answer what it has
         self._reported: dict[Digest, HeldChunks] = {}
         self._links: dict[NodeId, LinkSpeed] = {}
 
@@ -143,7 +147,12 @@ class LocalNode:
                 log.warning("data_refused source=%s reason=%s", source, error)
 
     async def changes(self) -> tuple[tuple[HeldChunks, ...], tuple[LinkSpeed, ...]]:
-        """Return which chunks the keeper has and how fast links are, for what changed since the last call."""
+        """Return which chunks the keeper has and how fast links are, for what changed since the last call.
+
+        Waits before it asks the keeper again, longer if that took long: many models have many chunks.
+        """
+        await asyncio.sleep(max(REPORT_S, self._asking_s / REPORT_SHARE))
+        began_s = time.monotonic()
         try:
             held = {one.model: one for one in await self.keeper.held()}
             links = {one.source: one for one in await self.keeper.links()}
@@ -151,6 +160,7 @@ class LocalNode:
         except (HearthError, OSError) as error:  # it is being replaced
             log.debug("chunks_unknown reason=%s", error)
             return (), ()
+        self._asking_s = time.monotonic() - began_s
         gone = [HeldChunks(model, b"", b"") for model in self._reported.keys() - held.keys()]
         changed = [one for one in held.values() if self._reported.get(one.model) != one]
         measured = tuple(one for one in links.values() if self._links.get(one.source) != one)

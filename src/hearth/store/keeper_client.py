@@ -91,8 +91,11 @@ class KeeperClient:
             case other:
                 raise self._failure(other)
 
-    async def held(self, digests: Sequence[Digest]) -> tuple[HeldChunks, ...]:
-        """Return which chunks of models are here; models that are not known are left out."""
+    async def held(self, digests: Sequence[Digest] = ()) -> tuple[HeldChunks, ...]:
+        """Return which chunks of models are here; models that are not known are left out.
+
+        Without `digests`, those of all opened models.
+        """
         match await self._ask(HeldOf(tuple(digests))):
             case HeldHere(models):
                 return models

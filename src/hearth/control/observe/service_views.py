@@ -16,9 +16,9 @@ from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.pool_views import resident_views
-from hearth.control.observe.views import Explanation, Health, ProcessView, WorkerView
+from hearth.control.observe.views import Explanation, Health, NodeView, ProcessView, WorkerView
 from hearth.control.requests.caller import Caller
-from hearth.core.types import node_of
+from hearth.core.types import LOCAL, node_of
 from hearth.core.version import hearth_version
 from hearth.policy.fleet.residents import list_residents
 from hearth.system.garbage import LATE_COLLECTIONS
@@ -73,6 +73,25 @@ class ServiceViews:
             host=self._keeper.host_memory,
             notes=self._notes(),
         )
+
+    async def fresh_nodes(self) -> tuple[NodeView, ...]:
+        """Return the machines of the cluster, after the keeper of this one has reported its memory."""
+        await self._keeper.refresh_host_memory(LOOK_S)
+        host, workers = self._keeper.host_memory, self._nodes.local.workers()
+        is_draining = LOCAL in self._driver.fleet.draining
+        local = NodeView(
+            name=LOCAL,
+            node=LOCAL,
+            state="draining" if is_draining else "up",
+            host="",
+            devices=self._nodes.local.devices.names(),
+            num_ready_workers=sum(one.state == "ready" for one in workers),
+            budget_bytes=sum(one.hello.budget_bytes for one in workers if one.hello is not None),
+            host_used_bytes=0 if host is None else host.used_bytes,
+            host_bytes=0 if host is None else host.budget_bytes,
+            reason=self._nodes.local.trouble(),
+        )
+        return (local, *(() if self.cluster is None else self.cluster.views()))
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
         found = self._observer.explain(request_id, self._driver.now_s, caller)

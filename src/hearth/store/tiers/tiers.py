@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,9 +214,13 @@ class Tiers:
         sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
         return sum(sizes[chunk_id] for chunk_id in self.fetcher.resident(sizes))
 
-    def held(self, digests: Iterable[Digest]) -> Iterator[HeldChunks]:
-        """Yield which chunks of models lie in host memory and on disk. Skips models that cannot be opened."""
-        for digest in digests:
+    def held(self, digests: Collection[Digest]) -> Iterator[HeldChunks]:
+        """Yield which chunks of models lie in host memory and on disk. Skips models that cannot be opened.
+
+        Without `digests`, those of all opened models.
+        """
+        opened = {one.model.manifest.digest for one in list(self._opened.values())}
+        for digest in digests or sorted(opened):
             with suppress(HearthError):
                 ids = self.find(digest).manifest.chunk_ids
                 resident = set(self.fetcher.resident(ids))

@@ -195,7 +195,7 @@ class ModelsKnown:
 class HeldOf:
     """Ask which chunks of models are here."""
 
-    models: tuple[Digest, ...]
+    models: tuple[Digest, ...]  #: empty: all that are opened
 
 
 @dataclass(frozen=True, slots=True)
