@@ -15,9 +15,7 @@ from hearth.cli.figures import size
 from hearth.control.observe.views import NodeView
 from hearth.core.errors import ConfigError
 
-NodeName = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of the node, as `hearth nodes` shows it.")
-]
+NodeName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the node, as `hearth nodes` has it.")]
 
 nodes_app = typer.Typer(no_args_is_help=False, rich_markup_mode="rich")
 app.add_typer(
