@@ -252,8 +252,7 @@ class Cluster:
         log.warning("node_lost node=%s reason=%s", node.node_id, reason)
         node.end_links(f"was on node {node.node_id}, which was lost ({reason}),")
         node.channel.close()
-        if not node.links:  # else the driver does, after the last worker
-            self._driver.post(events.NodeLost(self._driver.now_s, node.node_id))
+        self._driver.node_lost(node.node_id)
 
     async def _watch(self) -> None:
         while True:
@@ -297,6 +296,8 @@ class Cluster:
         self._receiver.received(link, body)
 
     def left(self, link: Link) -> None:
+        # Its node tells how a worker ends, before the connection does.
+        link.ended = link.ended or WorkerEnded("was lost with its connection", is_with_node=True)
         for node in self._joined.values():
             if link.worker is not None and node.links.get(link.worker) is link:
                 del node.links[link.worker], node.hellos[link.worker]

@@ -104,6 +104,7 @@ class Driver:
         #: Why a model failed last, as the label of an error, until it is removed. Requests are refused for it
         #: until the model has served one.
         self._failures: dict[ModelId, str] = {}
+        self._lost_nodes: set[NodeId] = set()  #: whose workers have not all been booked as lost
         self._timer: asyncio.TimerHandle | None = None
         self._finished: deque[_FinishedRequest] = deque()  #: each is in `requests` until it is booked
 
@@ -490,8 +491,17 @@ class Driver:
                 is_with_node=ending.is_with_node,
             )
         )
-        if ending.is_with_node and node_of(worker) not in map(node_of, self._links):
-            self.post(events.NodeLost(self.now_s, node_of(worker)))
+        self._post_lost_nodes()
+
+    def node_lost(self, node: NodeId) -> None:
+        """Tell the brain of a lost node, after all its workers."""
+        self._lost_nodes.add(node)
+        self._post_lost_nodes()
+
+    def _post_lost_nodes(self) -> None:
+        for node in self._lost_nodes - {node_of(worker) for worker in self._links}:
+            self._lost_nodes.discard(node)
+            self.post(events.NodeLost(self.now_s, node))
 
     def _request_ids(self, runs: Sequence[int]) -> tuple[RequestId, ...]:
         return tuple(self.requests.by_run[run].request_id for run in runs if run in self.requests.by_run)
