@@ -577,7 +577,9 @@ def test_a_url_is_no_destination(hearth: Hearth, source: str) -> None:
     assert shown.err.startswith("hearth: `s3://bucket/model` is a URL, but this command writes local models;")
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("keys", "snapshot")])
+@pytest.mark.parametrize(
+    "command", [name for name in COMMANDS if name not in ("cluster", "keys", "snapshot")]
+)
 def test_examples_are_indented_alike(hearth: Hearth, command: str) -> None:
     help_lines = hearth(command, "--help").out.splitlines()
 

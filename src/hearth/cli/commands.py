@@ -30,6 +30,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "snapshot": ("snapshot",),
     "explain": ("explain",),
     "keys": ("keys",),
+    "cluster": ("cluster", "join"),
     "doctor": ("doctor", "config"),
     "convert": ("convert", "verify", "show"),
     "serve": ("serve",),

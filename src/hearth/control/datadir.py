@@ -64,6 +64,7 @@ class DataDir:
         self.log_path = self.logs_path / "service.log"
         self.access_log_path = self.logs_path / "access.log"
         self.journal_path = self.logs_path / "events.jsonl"
+        self.cluster_path = path / "cluster"
         self.run_path = path / "run"
         self._lock_path = self.run_path / "lock"
         self._service_path = self.run_path / "service.json"

@@ -321,8 +321,18 @@ def keep_certificate(path: Path, ca_pem: bytes, certificate_pem: bytes, head: st
     write_file(path / "node.pem", [certificate_pem])
     write_file(path / "head", [f"{head}\n".encode()])
     write_file(path / "ca.pem", [ca_pem])  # last: it marks the others as complete
+    return _opened(path)
+
+
+def keep_head(path: Path, address: str) -> Credentials:
+    """Keep another address of the head, and return the credentials with it."""
+    write_file(path / "head", [f"{address}\n".encode()])
+    return _opened(path)
+
+
+def _opened(path: Path) -> Credentials:
     credentials = Credentials.open(path)
-    assert credentials is not None, f"{path} was just written"
+    assert credentials is not None, f"`{path}` has no certificate"
     return credentials
 
 
