@@ -137,7 +137,7 @@ class ModelPrefetch:
 
     def _log_failure(self, reason: str) -> None:
         if not self._is_cancelled:
-            log.warning("load_ahead_failed model=%s reason=%s", self._order.model, reason)
+            log.warning("prefetch_failed model=%s reason=%s", self._order.model, reason)
 
 
 class TurnPrefetch:

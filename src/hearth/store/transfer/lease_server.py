@@ -114,7 +114,7 @@ class LeaseServer:
                 if self._is_closing.is_set():
                     return
                 if not is_failing:
-                    log.error("borrower_not_accepted path=%s reason=%s", self._path, error)
+                    log.error("lease_client_not_accepted path=%s reason=%s", self._path, error)
                 is_failing = True
                 self._is_closing.wait(ACCEPT_DELAY_S)
                 continue
@@ -166,7 +166,7 @@ class _Session:
         except OSError:
             pass  # the worker is gone; every session ends so
         except StoreError as error:
-            log.warning("borrower_dropped reason=%s", error)
+            log.warning("lease_client_dropped reason=%s", error)
         finally:
             self._end()
 
