@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.core.messages import HostModel, ModelLoaded, RungBytes, StartRequest
-from hearth.core.types import Hold, ModelId, RequestId
+from hearth.core.messages import HostModel, ModelLoaded, RungBytes
+from hearth.core.types import Hold, ModelId
 from hearth.engine.engine import Engine
 from hearth.memory.pool import Pool, Space
 from hearth.policy.memory.byte_eviction import effective_hold
@@ -65,10 +65,7 @@ class _LoadTimes:
 
 
 class HostedModel:
-    """The states of one model. Mutable; the step thread alone calls it. `post` is called by other threads.
-
-    Knows its requests as pending ones and by its engine; `Runs` moves each request on and owns its end.
-    """
+    """The states of one model. Mutable; the step thread alone calls it. `post` is called by other threads."""
 
     def __init__(
         self,
@@ -81,7 +78,7 @@ class HostedModel:
         self.order = order
         self.hold = Hold.WARM  #: while it has no requests
         self.has_turn = True  #: always, unless models take turns; written by `Turns`
-        self.pending = PendingRequests()
+        self.pending = PendingRequests()  #: written by `Runs`, as are the requests of its engine
         self.state: HostingState = Finding(time.perf_counter())
         self.look: SnapshotLook | None = None  #: the result of looking for a snapshot; None: not looked for
         self.memory: MemoryProfile | None = None  #: of its snapshot; None: it has none
@@ -136,10 +133,6 @@ class HostedModel:
         return isinstance(self.state, Loaded)
 
     @property
-    def has_work(self) -> bool:
-        return (served := self.served) is not None and served.engine.has_work
-
-    @property
     def is_computing(self) -> bool:
         return (served := self.served) is not None and served.engine.is_computing
 
@@ -150,28 +143,13 @@ class HostedModel:
     @property
     def effective_hold(self) -> Hold:
         """How the model is held now. Pending requests count as requests, prefetches not as a load."""
-        has_requests = self.has_work or bool(self.pending)
+        served = self.served
+        has_requests = (served is not None and served.engine.has_work) or bool(self.pending)
         is_loading, has_turn = self.load_under_way is not None, self.has_turn
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
-    def is_same(self, order: HostModel) -> bool:
-        return _identity(self.order) == _identity(order)
-
     def _wrong(self, what: str) -> AssertionError:
         return AssertionError(f"`{self.model}` {what} while it is {type(self.state).__name__}")
-
-    # Requests.
-
-    def expect(self, request: StartRequest) -> None:
-        if (load := self.load_under_way) is not None:
-            load.expect(request)
-
-    def cancel(self, run: int) -> None:
-        self.pending.discard(run)
-        if (load := self.load_under_way) is not None:
-            load.forget(run)
-        if (served := self.served) is not None:
-            served.engine.cancel(RequestId(str(run)))
 
     # The way to being loaded.
 
@@ -297,10 +275,6 @@ class HostedModel:
             load.weights = _NO_LOAD
         return self._complete_if_whole()
 
-    def almost_loaded(self) -> None:
-        if (load := self.load_under_way) is not None:
-            load.is_almost_loaded = True
-
     def weights_loaded(self, news: WeightsLoaded) -> ModelLoaded | None:
         """Note that all bytes are there. Returns the news if the engine is as well."""
         if (load := self.load_under_way) is not None:
@@ -394,11 +368,6 @@ class HostedModel:
         if (served := self.served) is not None:
             served.engine.close()
         self.state = Closed()
-
-
-def _identity(order: HostModel) -> tuple[object, ...]:
-    where = (order.where, order.digest, order.weight, order.slot)
-    return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)
 
 
 def _sum_rungs(records: Sequence[LoadRecord]) -> tuple[RungBytes, ...]:

@@ -311,7 +311,8 @@ class WorkerLoop:
             case Progressed(num_bytes, num_layers):
                 self._send(LoadProgress(model, hosted.order.hosting, num_bytes, num_layers))
             case AlmostLoaded():
-                hosted.almost_loaded()
+                if (load := hosted.load_under_way) is not None:
+                    load.is_almost_loaded = True
             case WeightsLoaded():
                 self._try(model, lambda: self._models.weights_loaded(hosted, news))
             case ModelBroken(failure):
