@@ -151,7 +151,8 @@ class LeaseClient:
                 ).start()
             self._pinned(segment)
         if pins_first:
-            segment.pin_first(NUM_FIRST_CELLS)
+            for cell in range(min(NUM_FIRST_CELLS, segment.num_cells)):
+                segment.pin(cell)
 
     @property
     def is_unstaged(self) -> bool:
@@ -291,7 +292,8 @@ class LeaseClient:
     def _may_pass_through(self) -> bool:
         """True if the first cells are pinned and others are not: see `LeaseChunks.pass_through`."""
         segment = self.segment
-        return not segment.is_all_pinned and segment.are_first_pinned(NUM_FIRST_CELLS)
+        first_cells = range(min(NUM_FIRST_CELLS, segment.num_cells))
+        return not segment.is_all_pinned and all(map(segment.is_pinned, first_cells))
 
     # Connections.
 
