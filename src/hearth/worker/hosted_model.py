@@ -161,7 +161,7 @@ class HostedModel:
             lease_client = resources.lease_client
             opened = open_model(lease_client, order, is_given_up)
             manifest, directory = opened.manifest, Path(opened.directory)
-            tokenizer_json = lease_client.text_file(manifest, directory, TOKENIZER)
+            tokenizer_json = lease_client.descriptions.text_file(manifest, directory, TOKENIZER)
             spec = hosting_spec(order, manifest, tokenizer_json, resources.device)
             post(order.hosting, ModelFound(spec, opened))
 
