@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from hearth.core.errors import HearthError, LoadCancelled
 from hearth.memory.pool import Gap, Space
-from hearth.models.layout import ByteRange, Layout
+from hearth.models.layout import Layout
 from hearth.models.weights import WeightGate
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
 from hearth.store.format.manifest import Manifest
@@ -124,7 +124,7 @@ class WeightsTransfer:
         """Return what steps wait for; None: it is not started, or none can run before all is widened."""
         if self._is_widened or self._transfer is None or self.mapping is None:
             return None
-        return _MappedGate(TransferGate(self._transfer, self._manifest), self.mapping, self._manifest)
+        return TransferGate(self._transfer, self._manifest, self.mapping)
 
     def cancel(self) -> None:
         """Cancel the transfer, if it is not over, and wait until no thread touches the memory."""
@@ -152,28 +152,6 @@ def _widen(manifest: Manifest, layout: Layout, space: Space, is_cancelled: threa
             place = space.places[served.name]
             widen_in_place(place.base[place.offset : place.offset + served.nbytes], stored, served)
     return time.perf_counter() - began_s
-
-
-class _MappedGate:
-    """A `WeightGate` that also waits for bytes that are there and have only to be mapped."""
-
-    def __init__(self, gate: TransferGate, mapping: PageMapping, manifest: Manifest) -> None:
-        self._gate, self._mapping, self._manifest = gate, mapping, manifest
-
-    def is_open(self) -> bool:
-        return self._mapping.is_done and self._gate.is_open()
-
-    def embed(self) -> None:
-        self._mapping.wait_for(ByteRange(0, self._manifest.layers[0].begin))
-        self._gate.embed()
-
-    def layer(self, layer: int) -> None:
-        self._mapping.wait_for(self._manifest.layers[layer])
-        self._gate.layer(layer)
-
-    def head(self) -> None:
-        self._mapping.wait()
-        self._gate.head()
 
 
 class _Progress:
