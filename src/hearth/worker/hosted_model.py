@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.core.messages import HostModel, ModelLoaded, RungBytes
@@ -54,14 +53,6 @@ _WITH_ENGINE = (Loading, Loaded, Incomplete, Retired)
 _TAKING = (Loading, Loaded, Incomplete)  #: requests
 _UNDER_WAY = (Assembling, Loading)
 _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadTimes:
-    open_s: float
-    place_s: float
-    assemble_s: float
-    kernels_s: float = 0.0
 
 
 class HostedModel:
@@ -211,8 +202,8 @@ class HostedModel:
                     served.rebind(space.places, space.workspace)
                 if not space.parts:
                     took_s = time.perf_counter() - began_s
-                    times = _LoadTimes(open_s=0.0, place_s=took_s, assemble_s=took_s)
-                    return self._complete(served, _NO_LOAD, served.spec.tensor_bytes, times)
+                    reused_bytes = served.spec.tensor_bytes
+                    return self._complete(served, _NO_LOAD, reused_bytes, place_s=took_s, assemble_s=took_s)
                 load = self._start_load(served.spec, space, began_s, open_s=0.0, engine=served.engine)
                 self.state = Loading(served, load)
                 return None
@@ -284,13 +275,15 @@ class HostedModel:
     def _complete_if_whole(self) -> ModelLoaded | None:
         match self.state:
             case Loading(served, load) if load.is_engine_ready and load.weights is not None:
-                times = _LoadTimes(
-                    load.open_s,
+                return self._complete(
+                    served,
+                    load.weights,
+                    load.reused_bytes,
+                    open_s=load.open_s,
                     place_s=load.transfer_began_s - load.began_s,
                     assemble_s=load.ready_s - load.began_s,
                     kernels_s=load.kernels_s,
                 )
-                return self._complete(served, load.weights, load.reused_bytes, times)
         return None
 
     def _complete(
@@ -298,7 +291,11 @@ class HostedModel:
         served: ServedModel,
         weights: WeightsLoaded,
         reused_bytes: int,
-        times: _LoadTimes,
+        *,
+        place_s: float,
+        assemble_s: float,
+        open_s: float = 0.0,
+        kernels_s: float = 0.0,
     ) -> ModelLoaded:
         """Have all of the model be there: its bytes may be taken and moved only from here on."""
         self.state = Loaded(served)
@@ -315,14 +312,14 @@ class HostedModel:
             rungs=_sum_rungs([*prefetched, record]),
             reused_bytes=max(0, reused_bytes - ahead_bytes),
             shared_bytes=record.shared_bytes + sum(one.shared_bytes for one in prefetched),
-            open_s=times.open_s,
-            assemble_s=times.assemble_s,
+            open_s=open_s,
+            assemble_s=assemble_s,
             first_layer_s=record.first_layer_s if widen_s is None else total_s,
             total_s=total_s,
             is_widened=widen_s is not None,
             ahead_bytes=ahead_bytes,
-            place_s=times.place_s,
-            kernels_s=times.kernels_s,
+            place_s=place_s,
+            kernels_s=kernels_s,
         )
         self.first_load = self.first_load or loaded
         return loaded

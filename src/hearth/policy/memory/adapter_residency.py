@@ -174,7 +174,8 @@ class AdapterResidency:
 
     def startable(self) -> list[int]:
         """Return the waiting requests that may start, the oldest first."""
-        takers = [adapter for adapter in self._waited if self._takes_requests(adapter)]
+        wanted = [adapter for adapter in self._waited if adapter not in self._draining]
+        takers = [adapter for adapter in wanted if self._known[adapter].state is AdapterState.LOADED]
         if not takers or self._is_promise_short():
             return []
         return sorted((run for adapter in takers for run in self._known[adapter].waiting), key=self._age)
@@ -325,9 +326,6 @@ class AdapterResidency:
         return any(
             self._is_active(base) and self._is_whole(base) and not self.lacking(base) for base in bases
         )
-
-    def _takes_requests(self, adapter: AdapterId) -> bool:
-        return self._known[adapter].state is AdapterState.LOADED and adapter not in self._draining
 
     def _age(self, run: int) -> tuple[float, int]:
         return self._runs[run].arrived_s, run
