@@ -582,7 +582,7 @@ def test_a_paused_model_is_held_less_than_a_busy_one_and_costs_the_less_the_late
 
         model.has_turn = True
         assert reclaimer.eviction_terms(name).hold is Hold.BUSY
-        model.cancel(1)
+        model.pending.discard(1)
         model.hold, model.has_turn = Hold.PINNED, False
         assert reclaimer.eviction_terms(name).hold is Hold.PAUSED, "it waits for its turn as well"
         model.has_turn = True
