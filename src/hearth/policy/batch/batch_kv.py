@@ -31,7 +31,7 @@ class BatchKv:
         return KvUse(
             num_blocks=self._blocks.num_blocks,
             num_live=self._blocks.num_live,
-            num_cached=self._blocks.num_cached,
+            num_cached=len(self._blocks.cached),
             num_wanted=self.wanted_blocks(),
             num_running=self._sequences.num_running,
         )
@@ -69,7 +69,7 @@ class BatchKv:
         hits: set[int] = set()
         for sequence in self._sequences.next_in_line():
             sequence.known_prefix(self._blocks.prefixes).collect(hits)
-        return self._blocks.num_cached - len(self._blocks.cached_among(hits))
+        return len(self._blocks.cached) - len(self._blocks.cached.among(hits))
 
     def add(self, extent: range) -> None:
         self._blocks.add(extent)
@@ -97,10 +97,6 @@ class BatchKv:
             return None
         for sequence in preempted:
             self._preempt(sequence)
-        live = blocks.live_in(extent)
-        targets = blocks.available_outside(extent, len(live)) if live else []
-        moves = list(map(BlockMove, live, targets))
-        blocks.move(moves)
+        moves = blocks.remove(extent)
         self._sequences.follow(moves)
-        blocks.remove(extent)
         return moves

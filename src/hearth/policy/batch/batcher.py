@@ -66,7 +66,7 @@ class Batcher:
 
     def __init__(self, limits: BatchLimits, blocks: BlockBook) -> None:
         self.limits = limits
-        self.request_limits = RequestLimits(limits.max_context, blocks.capacity_tokens)
+        self.request_limits = RequestLimits(limits.max_context, blocks.floor_blocks * blocks.block_tokens)
         self.blocks = blocks
         self._sequences = Sequences(limits.max_seqs, blocks.block_tokens)
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
@@ -211,8 +211,8 @@ class Batcher:
     def _preempt(self, sequence: LiveSequence) -> None:
         self._last_decode = NOTHING_DECODED  # which names the slot that it loses
         self._late_books.publish_committed(sequence)
+        self._late_books.release(self._sequences.preempt(sequence, self._num_steps))
         self.settle()
-        self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
         next_to_start = self._sequences.next_to_start
@@ -351,7 +351,7 @@ class Batcher:
             or self._in_the_way()
         ):
             max_steps = 0
-        num_blocks = self.blocks.num_free + more_blocks
+        num_blocks = len(self.blocks.free) + more_blocks
         return decode_run(running, flights, max_steps, num_blocks, self.blocks.block_tokens)
 
     def blocks_wanted_by(self, num_steps: int) -> int:
