@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.decode_run import blocks_wanted_by
 from hearth.policy.batch.elastic import KvUse
 from hearth.policy.batch.late_books import LateBooks
 from hearth.policy.batch.preemption import preempted_for_extent
@@ -27,12 +28,12 @@ class BatchKv:
         self._preempt = preempt
 
     def use(self) -> KvUse:
-        self._books.settle()
+        num_wanted = self.wanted_blocks()  # settles the books
         return KvUse(
             num_blocks=self._blocks.num_blocks,
             num_live=self._blocks.num_live,
             num_cached=len(self._blocks.cached),
-            num_wanted=self.wanted_blocks(),
+            num_wanted=num_wanted,
             num_running=self._sequences.num_running,
         )
 
@@ -56,6 +57,10 @@ class BatchKv:
             tokens_left -= num_tokens - num_hits * blocks.block_tokens
             num_wanted += blocks.num_blocks_of(num_tokens) - num_hits
         return num_wanted
+
+    def blocks_wanted_by(self, num_steps: int) -> int:
+        """Return how many blocks are needed by steps that only give every running sequence a token."""
+        return blocks_wanted_by(self._sequences.running(), num_steps, self._blocks.block_tokens)
 
     def _admissible(self) -> Iterator[LiveSequence]:
         yield from self._sequences.next_in_line()

@@ -50,7 +50,7 @@ from hearth.core.types import RequestId
 from hearth.policy.batch.batch_kv import BatchKv
 from hearth.policy.batch.batch_limits import BatchLimits, RequestLimits
 from hearth.policy.batch.blocks import BlockBook
-from hearth.policy.batch.decode_run import DecodeRun, blocks_wanted_by, decode_run, last_step, skip_steps
+from hearth.policy.batch.decode_run import DecodeRun, decode_run, last_step, skip_steps
 from hearth.policy.batch.late_books import LateBooks
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, StepPlan, TableWrites
 from hearth.policy.batch.plan_draft import NOTHING_DECODED, DecodedSequences, PlanDraft, PlannedStep
@@ -215,10 +215,10 @@ class Batcher:
         self.settle()
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
-        next_to_start = self._sequences.next_to_start
+        sequences, first_waiting = self._sequences, self._sequences.first_waiting
         prefixes, num_blocks_of = self.blocks.prefixes, self.blocks.num_blocks_of
         started, digests, num_promised = list[LiveSequence](), set[bytes](), 0
-        while draft.has_room and (first := next_to_start()) is not None:
+        while draft.has_room and (first := first_waiting()) is not None and sequences.has_free_slot:
             if not started:
                 self.settle()  # publishes prompts of this step
             hits = first.known_prefix(prefixes).blocks
@@ -326,7 +326,7 @@ class Batcher:
         first = self._sequences.first_waiting()
         if first is None or first.request.is_batch:
             return False
-        return bool(self._sequences.next_to_start() or self._in_the_way())
+        return self._sequences.has_free_slot or bool(self._in_the_way())
 
     def waiting_prompt_tokens(self) -> int:
         midway = self._sequences.midway()
@@ -347,15 +347,12 @@ class Batcher:
         running = self._sequences.running()
         if (
             len(running) > self.limits.max_batch_tokens
-            or self._sequences.next_to_start()
+            or any(self._sequences.next_in_line())
             or self._in_the_way()
         ):
             max_steps = 0
         num_blocks = len(self.blocks.free) + more_blocks
         return decode_run(running, flights, max_steps, num_blocks, self.blocks.block_tokens)
-
-    def blocks_wanted_by(self, num_steps: int) -> int:
-        return blocks_wanted_by(self._sequences.running(), num_steps, self.blocks.block_tokens)
 
     def skip(self, num_steps: int, token: int) -> StepPlan | None:
         """Skip `num_steps` of `decode_run`, in each of which every sequence samples `token`.
