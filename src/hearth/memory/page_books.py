@@ -130,12 +130,6 @@ class PageBooks:
             tenant.shape, tenant.space = shape, None
         return tenant
 
-    def has_addresses(self, model: ModelId, shape: Shape) -> bool:
-        tenant = self.tenants.get(model)
-        if tenant is not None:
-            return tenant.is_of(shape)
-        return not self._spaces.is_full
-
     def _displace_one(self) -> None:
         for tenant in self.tenants.values():
             if not tenant.is_placed and not tenant.resident and not tenant.loading:

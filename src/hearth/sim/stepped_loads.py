@@ -61,21 +61,20 @@ class SteppedLoads:
         num_bytes = self._reclaimer.place(model)
         if num_bytes is None:
             return
-        ready_s = now_s + self._first_s(hosted)
+        ready_s = now_s
+        if not hosted.is_assembled:
+            ready_s += self._profile.assemble_s
+        elif hosted.is_returning:
+            ready_s += self._profile.return_s
         if not num_bytes and ready_s == now_s:
             self._complete(model, LoadUnderWay(ready_s, ready_s, 0))
             return
-        begin_s, end_s = ready_s, ready_s
+        begin_s = end_s = ready_s
         if num_bytes:
             begin_s = max(ready_s, self._bus_free_s, flushed_s)
             end_s = self._transfer(num_bytes, begin_s)
             hosted.engine.is_behind_load = True
         hosted.load = LoadUnderWay(begin_s, end_s, num_bytes)
-
-    def _first_s(self, hosted: SteppedModel) -> float:
-        if not hosted.is_assembled:
-            return self._profile.assemble_s
-        return self._profile.return_s if hosted.is_returning else 0.0
 
     def begin_front(self, now_s: float) -> None:
         if self._turns is None or self.is_any_under_way:

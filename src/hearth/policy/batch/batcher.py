@@ -137,7 +137,8 @@ class Batcher:
         if not draft.sequences:
             return None
         self._sequences.take_table_writes(draft.table_writes)
-        plan = draft.step_plan(self._num_steps)
+        admissions, prompts = tuple(draft.admissions), tuple(draft.prompts)
+        plan = StepPlan(self._num_steps, admissions, draft.table_writes, draft.decode, prompts)
         self._num_steps += 1
         self._flights.append(PlannedStep(plan, draft.sequences))
         return plan

@@ -228,12 +228,9 @@ class BlockBook:
         assert not stale, f"prefixes in blocks that are free or not in the book: {stale}"
         self.free.check()
         if num_holders is not None:
-            self._check_holders(num_holders)
-
-    def _check_holders(self, num_holders: dict[int, int]) -> None:
-        for block in sorted(num_holders.keys() | set(self._live())):
-            held, noted = num_holders.get(block, 0), self.num_holders[block]
-            assert held == noted, f"{block=} held {held} times, in the book {noted}"
+            for block in sorted(num_holders.keys() | set(self._live())):
+                held, noted = num_holders.get(block, 0), self.num_holders[block]
+                assert held == noted, f"{block=} held {held} times, in the book {noted}"
 
     def _live(self) -> list[int]:
         return list(compress(count(), self.num_holders))
