@@ -36,7 +36,6 @@ class SteppedLoads:
 
     @property
     def least(self) -> LeastSeconds:
-        """What steps take at least."""
         return self._profile.beside_load if self.is_any_under_way else NO_LEAST
 
     def next_s(self, now_s: float) -> float:
