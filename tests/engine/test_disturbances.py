@@ -177,7 +177,7 @@ class Disturbed:
                 self.ask(request_id)
         if self.happens(0.2):
             engine.settle()
-            engine.runner.layers.kv[list(engine.batcher.blocks._free)] = math.nan
+            engine.runner.layers.kv[list(engine.batcher.blocks.free)] = math.nan
         if self.happens(0.1):
             for table, num_bytes in engine.tables.needed_bytes().items():
                 if not engine.tables.has(table):

@@ -28,6 +28,7 @@ from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import KIND, Policy, SimulationSetting
+from hearth.sim.stepped_loads import SteppedLoads
 from hearth.sim.stepped_model import StartOrder, TokensSent, WorkerFact
 from hearth.sim.stepped_worker import SteppedWorker
 from hearth.sim.traces import TracedRequest
@@ -340,7 +341,7 @@ def test_models_that_fit_together_take_turns_without_giving_way() -> None:
     setting = SimulationSetting({ModelId(m): "3B" for m in "acd"}, MEMORY_BYTES)
     service = served(requests, setting)
     assert all(not answer.num_pauses for answer in service.answers.values())
-    assert sum(worker.num_loads for worker in service.workers.values()) == 3
+    assert sum(worker.loads.num_ended for worker in service.workers.values()) == 3
 
 
 def test_a_stream_of_one_model_does_not_hold_up_another_that_does_not_fit_beside_it() -> None:
@@ -358,7 +359,7 @@ def test_first_bytes_of_who_waits_cross_while_another_has_its_turn() -> None:
     stream = [TracedRequest(1.0 + 0.2 * i, "a", 100, 100) for i in range(20)]
     requests = [TracedRequest(0.0, "c", 100, 2), *stream, TracedRequest(1.4, "b", 100, 20)]
     early = served(requests)
-    with patch.object(SteppedWorker, "_load_front", lambda _: None):
+    with patch.object(SteppedLoads, "begin_front", lambda *_: None):
         late = served(requests)
     ((soon,), (then,)) = [
         [one for one in service.answers.values() if one.model == B] for service in (early, late)
@@ -366,7 +367,7 @@ def test_first_bytes_of_who_waits_cross_while_another_has_its_turn() -> None:
     front_bytes = MEMORY_BYTES - MACHINE.shape("7B").weights_bytes - 2 * GB  # some is KV
     assert soon.first_token_s < then.first_token_s - 0.5 * front_bytes / HOST_BYTES_PER_S
     (moved,), (moved_late,) = (
-        [one.bytes_moved for one in service.workers.values()] for service in (early, late)
+        [one.loads.bytes_moved for one in service.workers.values()] for service in (early, late)
     )
     assert moved <= 1.2 * moved_late
 

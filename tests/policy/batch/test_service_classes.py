@@ -135,7 +135,7 @@ def test_a_prompt_in_chunks_ends_beside_any_batch_requests(
     """The fake device notices where two write or read the same block."""
     engine = loop(num_blocks=1 + num_blocks, block_tokens=block_tokens)
     engine.max_prompt_tokens = 1
-    capacity = engine.batcher.blocks.capacity_tokens
+    capacity = engine.batcher.request_limits.kv_tokens
     for number in range(num_batch):
         engine.add(batch(f"b{number}", min(2, capacity - 1), num_tokens))
     for _ in range(num_steps):
