@@ -7,7 +7,7 @@ workers or models. `reindex` carries a change of a replica into all of these.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
 from hearth.core.types import Hold, ModelId, RequestId, WorkerId
@@ -41,8 +41,6 @@ class Fleet:
         self.unplaced: dict[ModelId, Model] = {}
         #: Replicas that cannot be pinned, because others would have no room for their turns.
         self.refused_pins: dict[Replica, None] = {}
-        #: By the model that waits, in the order in which they began; at most one per worker.
-        self.drains: dict[ModelId, Drain] = {}
         #: Workers that were drained in vain, and until when they are not drained or reserved, in order.
         self.resting: dict[WorkerId, float] = {}
         #: When the first waiting model without a drain stops reserving room.
@@ -51,6 +49,10 @@ class Fleet:
         self.num_added = 0
         #: The most workers there have been at a time: a lost one is replaced.
         self.most_workers = 0
+
+    @property
+    def drains(self) -> Mapping[ModelId, Drain]:
+        return self.queues.drains
 
     @property
     def is_complete(self) -> bool:
@@ -79,6 +81,7 @@ class Fleet:
         self.workers[worker.name] = worker
         self.most_workers = max(self.most_workers, len(self.workers))
         self.capacity.put(worker.kind, worker.name, worker.promises)
+        self.rank_room(worker)
         self.queues.must_serve = True
 
     def lose(
@@ -99,7 +102,7 @@ class Fleet:
             del model.failed_on[worker.name]
         forget_worker(worker)
         if worker.drain is not None:
-            del self.drains[worker.drain.model.name]
+            self.queues.end_drain(worker.drain)
         self.resting.pop(worker.name, None)
         del self.workers[worker.name]
         self.capacity.drop(worker.kind, worker.name)
@@ -180,7 +183,8 @@ class Fleet:
         model, worker = replica.model, replica.worker
         is_there = worker.replicas.get(model.name) is replica
         hold = replica.hold_at(self.now_s) if is_there else None
-        if hold is not replica.hold:
+        is_changed = hold is not replica.hold
+        if is_changed:
             self._change_hold(replica, hold)
         self.notices.put(replica)
         self.expiries.put(replica)
@@ -194,7 +198,40 @@ class Fleet:
             model.with_free_slot.put(worker.name, len(replica.running))
         else:
             model.with_free_slot.drop(worker.name)
+        if is_changed:
+            self.rank_room(worker)
         self.queues.line_up(model)
+
+    def begin_drain(self, drain: Drain) -> None:
+        drain.worker.drain = drain
+        for replica in drain.victims:
+            replica.drain = drain
+        self.queues.begin_drain(drain)
+        self.rank_room(drain.worker)
+
+    def end_drain(self, drain: Drain) -> None:
+        drain.worker.drain = None
+        for replica in drain.victims:
+            replica.drain = None
+        self.queues.end_drain(drain)
+        self.rank_room(drain.worker)
+
+    def rank_room(self, worker: Worker) -> None:
+        """Rank a worker by the room that it could have; called if that, a load or its drain has changed."""
+        index, promises = self.capacity.by_kind[worker.kind], worker.promises
+        if worker.drain is not None:
+            index.open.drop(worker.name)
+            index.drainable.drop(worker.name)
+            self.queues.changed_drains[worker.drain.model.name] = worker.drain
+            return
+        if self.config.takes_turns:
+            index.open.put(worker.name, promises.turn_bytes)
+            index.drainable.put(worker.name, promises.freeable_bytes(Hold.BUSY))
+            return
+        loading = (one for one in worker.busy.values() if not one.is_ready and one.hold is not Hold.PINNED)
+        loading_bytes = sum(one.promise.own_bytes for one in loading)
+        index.open.put(worker.name, promises.freeable_bytes(Hold.WARM))
+        index.drainable.put(worker.name, promises.freeable_bytes(Hold.BUSY) - loading_bytes)
 
     def _change_hold(self, replica: Replica, hold: Hold | None) -> None:
         """Move the promise of a replica to another hold; None: it is promised nothing any more."""
