@@ -32,6 +32,8 @@ from tests.engine.harness import (
 from tests.models.zoo import VARIANTS, build
 
 LENGTHS = [1, 3, 4, 5, 17, 30]
+#: One variant of each architecture, the first.
+FAMILIES = list({variant.model_type: name for name, variant in reversed(VARIANTS.items())}.values())
 
 
 def prompts(name: str, lengths: list[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
@@ -53,8 +55,9 @@ def test_greedy_tokens_are_those_of_transformers_generate(name: str) -> None:
     assert answer.finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("budget", [256, 7])
+@pytest.mark.parametrize(
+    ("name", "budget"), [*((name, 7) for name in VARIANTS), *((name, 256) for name in FAMILIES)]
+)
 def test_mixed_batches_and_chunked_prefill_give_the_best_tokens(name: str, budget: int) -> None:
     config = replace(ROOMY, max_batch_tokens=budget, max_seqs=4)
     asked = prompts(name)
@@ -201,8 +204,9 @@ def test_preempted_requests_come_back_with_the_best_tokens(name: str) -> None:
         assert_greedy(name, prompt, answer.tokens)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("is_known", [False, True], ids=["computed in the same step", "known"])
+@pytest.mark.parametrize(
+    ("name", "is_known"), [*((name, True) for name in VARIANTS), *((name, False) for name in FAMILIES)]
+)
 def test_prefix_hits_give_the_best_tokens(name: str, is_known: bool) -> None:
     engine = engine_for(name)
     (shared,) = prompts(name, [16])

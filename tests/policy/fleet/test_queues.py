@@ -74,7 +74,7 @@ def test_a_batch_request_that_waits_again_is_patient_until_its_line_and_no_longe
         queues.line_up(model)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(CHANGES, st.floats(0.0, 120.0))
 def test_models_stand_in_the_order_of_their_first_request(
     changes: list[tuple[str, int]], now_s: float
