@@ -46,7 +46,7 @@ OTHER_SERVICES = {
     "test_states.py": "crowded",
 }
 #: Folders of files that take half a minute, without a test that takes long.
-LONG_FOLDERS = ("tests/worker/", "tests/engine/", "tests/kernels/")
+LONG_FOLDERS = ("tests/worker/", "tests/engine/", "tests/kernels/", "tests/store/")
 #: A test file that imports more modules while it runs has brought in a large package.
 MANY_MODULES = 100
 

@@ -29,11 +29,9 @@ from tests.engine.harness import (
     prompts_for,
     run,
 )
-from tests.models.zoo import VARIANTS, build
+from tests.models.zoo import FAMILIES, VARIANTS, build
 
 LENGTHS = [1, 3, 4, 5, 17, 30]
-#: One variant of each architecture, the first.
-FAMILIES = list({variant.model_type: name for name, variant in reversed(VARIANTS.items())}.values())
 
 
 def prompts(name: str, lengths: list[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
@@ -191,7 +189,7 @@ def test_steps_that_may_have_waited_for_weights_are_not_measured() -> None:
     assert engine.samples.typical() == []
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_preempted_requests_come_back_with_the_best_tokens(name: str) -> None:
     asked = prompts(name)
     config = replace(ROOMY, max_batch_tokens=16, kv_bytes=kv_bytes(engine_for(name), 14))

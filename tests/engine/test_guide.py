@@ -32,6 +32,8 @@ from hearth.text.transcript import Transcript
 from tests.engine.harness import ROOMY, Answer, admissions_of, engine_over, kv_bytes, new_id, run
 from tests.models.zoo import save, tiny
 
+pytestmark = pytest.mark.slow
+
 CONFIG = replace(ROOMY, max_batch_tokens=64, max_seqs=16)
 OBJECT = GuideSpec("json_object")
 ANIMAL: dict[str, Any] = {

@@ -37,6 +37,8 @@ from tests.worker.stored_adapters import StoredAdapter, stored_adapter
 from tests.worker.test_disturbed import CONFIG, KINDS, SETTINGS, TWIN, VOCABULARY, Setting, source
 from tests.worker.test_turns import RESTLESS, host, least_bytes
 
+pytestmark = pytest.mark.slow
+
 BASE, OTHER = "llama-gqa", "qwen3"
 ROOMY = 16 << 20
 

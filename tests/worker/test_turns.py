@@ -60,6 +60,8 @@ from tests.worker.test_disturbed import (
     wiped,
 )
 
+pytestmark = pytest.mark.slow
+
 WeightsOf = Callable[[ModelId], WeightsView]
 #: A turn may end after each step, whoever else waits.
 RESTLESS = TurnRules(min_turn_s=0.0, quantum_s=0.0, max_turn_s=0.0, growth=1.0, slack_reloads=0.0, lead_s=1e9)
