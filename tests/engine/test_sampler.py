@@ -176,6 +176,7 @@ def test_draws_follow_the_softmax_at_the_temperature() -> None:
         assert ((counts - expected) ** 2 / expected).sum().item() < 20.5
 
 
+@pytest.mark.slow
 def test_draws_from_a_large_flat_vocabulary_favour_no_region() -> None:
     sampler = sampler_with(SamplingParams(seed=5), vocab_size=32_768)
 
