@@ -220,6 +220,7 @@ def assert_close(own: list[float], other: list[float]) -> None:
     assert own == pytest.approx(other, abs=TIE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), [("llama-gqa", 5), ("mistral-window", 0), ("opt-350m", 5)])
 def test_nobody_is_told_anything_else_than_alone(name: str, seed: int) -> None:
     disturbed = Disturbed(name, seed)

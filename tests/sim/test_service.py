@@ -155,7 +155,6 @@ def token_times(service: SimulatedService) -> list[list[float]]:
 
 
 @given(REQUESTS, POLICIES)
-@settings(max_examples=40, deadline=None)
 def test_every_request_ends_once_with_all_its_tokens(requests: list[TracedRequest], policy: Policy) -> None:
     service = served(requests, replace(SETTING, policy=policy))
     for answer in service.answers.values():
@@ -166,7 +165,7 @@ def test_every_request_ends_once_with_all_its_tokens(requests: list[TracedReques
 
 
 @given(REQUESTS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
     requests: list[TracedRequest],
 ) -> None:
@@ -183,7 +182,6 @@ def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
 
 
 @given(REQUESTS, POLICIES, CANCELS, st.none() | st.floats(0.1, 5.0), st.sampled_from([MACHINE, SLOW_HOST]))
-@settings(max_examples=30, deadline=None)
 def test_jumping_over_steps_changes_no_time_of_any_token(
     requests: list[TracedRequest],
     policy: Policy,
@@ -208,7 +206,7 @@ def test_jumping_over_steps_changes_no_time_of_any_token(
 
 
 @given(REQUESTS, st.integers(1, 2), st.booleans(), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_nobody_waits_beyond_the_bound_of_turns(
     requests: list[TracedRequest], num_workers: int, is_read: bool, is_pinned: bool
 ) -> None:
@@ -264,7 +262,7 @@ def test_kv_that_is_computed_anew_in_each_turn_does_not_eat_it_up() -> None:
 
 
 @given(REQUESTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_each_turn_that_gives_way_has_sent_a_token(requests: list[TracedRequest]) -> None:
     has_sent: dict[ModelId, bool] = {}
 
@@ -285,7 +283,7 @@ def test_each_turn_that_gives_way_has_sent_a_token(requests: list[TracedRequest]
 
 
 @given(REQUESTS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_nothing_pinned_is_paused(requests: list[TracedRequest]) -> None:
     service = SimulatedService(SETTING, MACHINE)
     profile = SETTING.model_profile(A, MACHINE.shape(SHAPES[A]))
@@ -301,7 +299,6 @@ def test_nothing_pinned_is_paused(requests: list[TracedRequest]) -> None:
 @given(
     REQUESTS, st.lists(st.tuples(st.integers(0, 13), st.floats(0.0, 8.0))), st.none() | st.floats(0.0, 8.0)
 )
-@settings(max_examples=40, deadline=None)
 def test_cancels_and_removals_leak_nothing(
     requests: list[TracedRequest], cancels: list[tuple[int, float]], removed_s: float | None
 ) -> None:
@@ -320,7 +317,7 @@ def test_cancels_and_removals_leak_nothing(
 
 
 @given(REQUESTS, st.floats(0.1, 5.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_requests_of_a_lost_worker_go_on_elsewhere(requests: list[TracedRequest], lost_s: float) -> None:
     service = SimulatedService(replace(SETTING, num_workers=2), MACHINE)
     service.ask(requests)

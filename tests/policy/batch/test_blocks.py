@@ -158,7 +158,7 @@ def test_check_notices_a_block_that_is_in_no_run() -> None:
 
 
 @given(st.data())
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True)
 def test_no_block_is_lost_or_held_twice_under_any_order_of_calls(data: st.DataObject) -> None:
     book = BlockBook.fixed(num_blocks=data.draw(st.integers(2, 8)), block_tokens=2)
     held: list[list[int]] = []
@@ -285,7 +285,7 @@ def test_a_block_moves_over_what_followed_a_prefix_that_was_moved_over() -> None
 
 
 @given(st.data())
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True)
 def test_no_block_is_lost_however_often_extents_come_and_go(data: st.DataObject) -> None:
     book = BlockBook(block_tokens=2, floor_blocks=1)
     extents, held = [range(1, 4)], list[list[int]]()

@@ -317,7 +317,5 @@ class ElasticSchedules(Driven):
             assert len(self.engine.reasons) == self.num_added
 
 
-ElasticSchedules.TestCase.settings = settings(
-    derandomize=True, deadline=None, max_examples=80, stateful_step_count=40
-)
+ElasticSchedules.TestCase.settings = settings(derandomize=True, stateful_step_count=40)
 TestAnyElasticSchedule = ElasticSchedules.TestCase

@@ -97,7 +97,7 @@ class Shelf:
 
 
 @given(st.data())
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True)
 def test_as_much_is_found_as_by_digests_of_every_block_and_nothing_that_differs(data: st.DataObject) -> None:
     shelf = Shelf(BlockBook(block_tokens=1, floor_blocks=1))
     shelf.book.add(range(1, 9))
@@ -146,7 +146,7 @@ BLOCKS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
 
 @given(BLOCKS, BLOCKS, st.integers(1, 3), st.integers(0, 5), st.data())
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 def test_a_run_is_followed_up_to_the_first_block_that_differs(
     mine: list[int], theirs: list[int], block_tokens: int, first: int, data: st.DataObject
 ) -> None:
@@ -174,7 +174,7 @@ def test_a_run_is_followed_up_to_the_first_block_that_differs(
 
 
 @given(st.integers(0, 6), st.integers(0, 6))
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 def test_no_digest_is_computed_behind_the_first_block_that_nobody_knows(
     num_known: int, num_most: int
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import BATCH_PATIENCE_S, Pace
@@ -120,7 +120,6 @@ def test_a_prompt_in_chunks_takes_blocks_of_those_behind_it_before_they_decode_w
     assert engine.reasons.keys() == {"b", "i"}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     num_blocks=st.integers(4, 12),
     block_tokens=st.integers(1, 2),
@@ -184,7 +183,6 @@ def runs_first(engine: Loop, names_: set[str]) -> bool:
     return bool(names_ & {str(one.request_id) for one in engine.batcher._sequences.running()})
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.1, 6.0), st.integers(1, 12), st.integers(1, 6)), min_size=5, max_size=30),
     st.integers(1, 3),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.policy.fleet.audit import audit
@@ -32,7 +32,6 @@ def encoded(fleet: Fleet) -> FleetState:
     return msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(save(fleet)))), FleetState)
 
 
-@settings(max_examples=40, deadline=None)
 @given(CONFIGS, LONG_LIVES, st.integers(0, 200))
 def test_a_restored_fleet_is_the_same_and_decides_the_same(
     config: BrainConfig, moves: Moves, num_before: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import Hold, ModelId
@@ -146,7 +146,6 @@ def test_models_lose_something_only_when_all_goes_that_is_held_less(
         assert tail.hold >= most or num == len(tail.units)
 
 
-@settings(max_examples=150)
 @given(tails=tails(st.sampled_from([0, 1, 2, 5, 20, 60])), share=st.floats(0.0, 1.0))
 def test_nothing_is_taken_in_vain_and_no_exchange_is_cheaper(tails: list[Tail], share: float) -> None:
     num_bytes = int(share * freed_bytes(tails, [len(tail.units) for tail in tails]))

@@ -142,6 +142,7 @@ def test_two_clients_cost_one_read(model: Path, tmp_path: Path, path: Path) -> N
         assert tiers.fetcher.counters.num_fills == len({chunk.digest for chunk in manifest.chunks})
 
 
+@pytest.mark.e2e
 def test_another_process_names_a_path_of_its_own_and_sees_the_bytes(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
@@ -204,6 +205,7 @@ def test_pages_that_are_given_back_are_not_leased_to_be_pinned(
             assert lease_client.open(model).manifest == read_manifest(model)
 
 
+@pytest.mark.e2e
 def test_chunks_of_a_killed_client_are_taken_back(model: Path, tmp_path: Path, path: Path) -> None:
     with serving(tmp_path, path) as (tiers, server):
         process = subprocess.Popen(
