@@ -99,7 +99,7 @@ def test_what_the_keeper_could_not_be_told_is_told_with_the_next_request(
         assert keeper.told == [{"a": 2}]
 
     with_reports(data_dir, scene, keeper)
-    assert [record.message for record in caplog.records if "demand_not_told" in record.message]
+    assert [record.message for record in caplog.records if "request_counts_not_sent" in record.message]
 
 
 def test_requests_at_the_gateway_keep_a_busy_model_dear_in_the_keepers_host_memory(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import re
 import socket
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -173,7 +172,9 @@ def join(
     opened = DataDir.open(data_dir_of(context, data_dir, applied))
     secret = sys.stdin.read() if token == "-" else token
     credentials = asyncio.run(_credentials(opened.cluster_path, address, secret, applied.cluster.name))
-    import_module("hearth.node.agent").run(applied, opened.path, credentials, template=context.obj)
+    from hearth.cli.node_server import run_node
+
+    run_node(applied, opened.path, credentials, template=context.obj)
 
 
 async def _credentials(path: Path, address: str | None, token: str | None, name: str | None) -> Credentials:

@@ -29,6 +29,7 @@ from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache, hash_compiler
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
+from hearth.store.format.manifest import Manifest
 from hearth.store.transfer.lease_client import LeaseClient
 from hearth.store.transfer.staging_buffers import StagingBuffers
 from hearth.store.transfer.transfer import Loader
@@ -180,9 +181,15 @@ def _kernels(
     graphs: SnapshotGraphs | None,
 ) -> ModelKernels:
     COMPILATIONS.watch()
+    descriptions = lease_client.descriptions
     give_way = first_tokens.give_way if graphs is None else graphs.give_way
     learn = None if graphs is None else graphs.learn
-    return ModelKernels(cache, runtime.device, lease_client.describe, give_way, learn)
+
+    def describe(where: str) -> Manifest:
+        is_elsewhere = "://" in where  # the keeper fetches the description
+        return lease_client.open(where).manifest if is_elsewhere else descriptions.of_model(Path(where))
+
+    return ModelKernels(cache, runtime.device, describe, give_way, learn)
 
 
 def _snapshots(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from hearth.core.types import Hold
 from hearth.policy.fleet.events import BrainConfig
@@ -15,7 +15,6 @@ from hearth.policy.fleet.refusals import (
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played
 
 
-@settings(max_examples=40, deadline=None)
 @given(CONFIGS, LONG_LIVES)
 def test_a_reason_is_given_exactly_if_there_is_one(config: BrainConfig, moves: Moves) -> None:
     fleet = played(config, moves).fleet
@@ -38,7 +37,6 @@ def test_a_reason_is_given_exactly_if_there_is_one(config: BrainConfig, moves: M
                 assert all(name in shortage for name in busy[:3])
 
 
-@settings(max_examples=40, deadline=None)
 @given(CONFIGS, LONG_LIVES)
 def test_nobody_waits_for_a_model_that_was_removed_or_replaced(config: BrainConfig, moves: Moves) -> None:
     fleet = played(config, moves).fleet

@@ -311,6 +311,7 @@ def _record_ready(fleet: Fleet, event: ModelReady) -> list[Action]:
     if not replica.running:
         replica.idle_since_s = fleet.now_s
     fleet.reindex(replica)
+    fleet.rank_room(replica.worker)
     fleet.queues.must_serve = True  # A full model may now be loaded a second time, and this one be drained.
     return []
 

@@ -19,6 +19,7 @@ def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
     model.is_stopped = False
     model.clear_failures()
     fleet.update_unplaced(model)
+    fleet.queues.line_up(model)
     fleet.queues.must_serve = True
     is_same = before is not None and (
         (before.digest, before.num_bytes, before.footprints)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
 from hearth.core.types import Hold, ModelId, NodeId, RequestId, WorkerId
@@ -42,8 +42,6 @@ class Fleet:
         self.unplaced: dict[ModelId, Model] = {}
         #: Replicas that cannot be pinned, because others would have no room for their turns.
         self.refused_pins: dict[Replica, None] = {}
-        #: By the model that waits, in the order in which they began; at most one per worker.
-        self.drains: dict[ModelId, Drain] = {}
         #: Workers that were drained in vain, and until when they are not drained or reserved, in order.
         self.resting: dict[WorkerId, float] = {}
         self.draining: dict[NodeId, None] = {}
@@ -54,6 +52,10 @@ class Fleet:
         self.kept_until_s = math.inf
         self.timer_s: float | None = None
         self.num_added = 0
+
+    @property
+    def drains(self) -> Mapping[ModelId, Drain]:
+        return self.queues.drains
 
     @property
     def is_complete(self) -> bool:
@@ -87,6 +89,7 @@ class Fleet:
         self.most_by_node[worker.node] = max(self.most_by_node.get(worker.node, 0), num_workers)
         if not worker.is_draining:
             self.capacity.put(worker.kind, worker.name, worker.promises)
+        self.rank_room(worker)
         self.queues.must_serve = True
 
     def lose(
@@ -107,7 +110,7 @@ class Fleet:
             del model.failed_on[worker.name]
         forget_worker(worker)
         if worker.drain is not None:
-            del self.drains[worker.drain.model.name]
+            self.queues.end_drain(worker.drain)
         self.resting.pop(worker.name, None)
         del self.workers[worker.name]
         self.num_workers_by_node[worker.node] -= 1
@@ -126,11 +129,14 @@ class Fleet:
             self.draining.pop(node, None)
         for worker in self.workers.values():
             if worker.node == node and worker.is_draining is not is_draining:
+                if worker.drain is not None:
+                    self.end_drain(worker.drain)
                 worker.is_draining = is_draining
                 if is_draining:
                     self.capacity.drop(worker.kind, worker.name)
                 else:
                     self.capacity.put(worker.kind, worker.name, worker.promises)
+                    self.rank_room(worker)
                 for replica in list(worker.replicas.values()):
                     self.reindex(replica)
         self.queues.must_serve = True
@@ -218,7 +224,8 @@ class Fleet:
         model, worker = replica.model, replica.worker
         is_there = worker.replicas.get(model.name) is replica
         hold = replica.hold_at(self.now_s) if is_there else None
-        if hold is not replica.hold:
+        is_changed = hold is not replica.hold
+        if is_changed:
             self._change_hold(replica, hold)
         self.notices.put(replica)
         self.expiries.put(replica)
@@ -232,7 +239,42 @@ class Fleet:
             model.with_free_slot.put(worker.name, len(replica.running))
         else:
             model.with_free_slot.drop(worker.name)
+        if is_changed:
+            self.rank_room(worker)
         self.queues.line_up(model)
+
+    def begin_drain(self, drain: Drain) -> None:
+        drain.worker.drain = drain
+        for replica in drain.victims:
+            replica.drain = drain
+        self.queues.begin_drain(drain)
+        self.rank_room(drain.worker)
+
+    def end_drain(self, drain: Drain) -> None:
+        drain.worker.drain = None
+        for replica in drain.victims:
+            replica.drain = None
+        self.queues.end_drain(drain)
+        self.rank_room(drain.worker)
+
+    def rank_room(self, worker: Worker) -> None:
+        """Rank a worker by the room that it could have; called if that, a load or its drain has changed."""
+        if worker.is_draining:
+            return
+        index, promises = self.capacity.by_kind[worker.kind], worker.promises
+        if worker.drain is not None:
+            index.open.drop(worker.name)
+            index.drainable.drop(worker.name)
+            self.queues.changed_drains[worker.drain.model.name] = worker.drain
+            return
+        if self.config.takes_turns:
+            index.open.put(worker.name, promises.turn_bytes)
+            index.drainable.put(worker.name, promises.freeable_bytes(Hold.BUSY))
+            return
+        loading = (one for one in worker.busy.values() if not one.is_ready and one.hold is not Hold.PINNED)
+        loading_bytes = sum(one.promise.own_bytes for one in loading)
+        index.open.put(worker.name, promises.freeable_bytes(Hold.WARM))
+        index.drainable.put(worker.name, promises.freeable_bytes(Hold.BUSY) - loading_bytes)
 
     def _change_hold(self, replica: Replica, hold: Hold | None) -> None:
         """Move the promise of a replica to another hold; None: it is promised nothing any more."""

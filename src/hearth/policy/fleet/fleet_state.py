@@ -180,9 +180,7 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
         model, worker = fleet.models[begun.model], fleet.workers[begun.worker]
         victims = [replicas[number] for number in begun.victims]
         victims += [Replica(fleet.models[name], worker, Promise(0, 0), 0, "") for name in begun.gone]
-        drain = fleet.drains[model.name] = worker.drain = Drain(model, worker, tuple(victims), begun.began_s)
-        for replica in victims:
-            replica.drain = drain
+        fleet.begin_drain(Drain(model, worker, tuple(victims), begun.began_s))
     fleet.unplaced = {name: fleet.models[name] for name in state.unplaced}
     fleet.refused_pins = {replicas[number]: None for number in state.refused_pins}
     for replica in replicas.values():

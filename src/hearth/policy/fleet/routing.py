@@ -104,7 +104,7 @@ def choose_place(
 
 def has_untried_place(fleet: Fleet, model: Model) -> bool:
     """True if a model could be loaded now where it has not failed, and no other one waits for room."""
-    if model.profile is None or any(name != model.name for name in fleet.queues.for_room):
+    if model.profile is None or len(fleet.queues.for_room) > (model.name in fleet.queues.for_room):
         return False
     most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
     if model.profile.is_pinned:
@@ -158,7 +158,7 @@ def _plan_where_bytes_are(
         footprint = profile.footprints.get(worker.kind)
         if footprint is None or not _could_take(worker, footprint, most):
             continue
-        if name in barred or worker.is_draining or reserved.bars(worker, footprint):
+        if name in barred or worker.is_draining or reserved.bars(worker, footprint, model.name):
             continue
         evictions = _plan_evictions(fleet, profile, worker, most)
         saved_s = fleet.estimates.load_s(profile.num_bytes, model, worker.node)
@@ -197,7 +197,9 @@ def _classify_workers(
         for kind in kinds:
             footprint = profile.footprints[kind]
             for roomiest_first in (False, True):
-                names = reserved.find_open(kind, footprint, going, roomiest_first=roomiest_first)
+                names = reserved.find_open(
+                    kind, footprint, going, profile.model, roomiest_first=roomiest_first
+                )
                 others = (n for n in names if n not in barred)
                 if going is Hold.BUSY:
                     others = (n for n in others if _could_take(fleet.workers[n], footprint, going))
