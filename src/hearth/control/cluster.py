@@ -69,7 +69,7 @@ class RemoteNode:
         ]
 
     def device_share(self, seat: int) -> float:
-        return self.hello.shares[seat]
+        return 1.0 / self.hello.num_sharing
 
     def trouble(self) -> str | None:
         return None if self.pulse.trouble is None else f"on node {self.node_id}: {self.pulse.trouble}"

@@ -59,11 +59,11 @@ class NodeHello(Struct, frozen=True, tag=True):
     name: str
     kind: Literal["cpu", "cuda"]
     devices: tuple[str, ...]  #: for people, one per worker
-    shares: tuple[float, ...]  #: of a device, one per worker
     host_bytes: int  #: of the host tier
     port: int  #: where other nodes open data connections, as is the host
     host: str | None = None  #: None: that of this connection
     labels: dict[str, str] = {}
+    num_sharing: int = 1  #: workers on each device, at most
 
 
 class NodeWelcome(Struct, frozen=True, tag=True):

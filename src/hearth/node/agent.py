@@ -89,11 +89,11 @@ class Agent:
                 name=self._credentials.name,
                 kind=self._devices.kind,
                 devices=self._devices.names(),
-                shares=tuple(map(self._devices.share_of, range(self._devices.num_workers))),
                 host_bytes=self._config.store.host_bytes,
                 port=seen_at[1],
                 host=seen_at[0],
                 labels=cluster.values_by_label,
+                num_sharing=self._devices.num_sharing,
             )
             await self._join_for_ever(hello)
 
