@@ -179,7 +179,7 @@ def join(
 async def _credentials(path: Path, address: str | None, token: str | None, name: str | None) -> Credentials:
     """Return the credentials of this machine: those that it has, or new ones by the token."""
     known = Credentials.open(path)
-    if token is not None and address is not None:
+    if address is not None and token is not None:
         chosen = name or (_host_name() if known is None else known.name)
         joined = await join_cluster(address, token, chosen, path)
         err.print(Text(f"joined the cluster of {address} as {joined.name}", style="dim"))
@@ -194,7 +194,8 @@ async def _credentials(path: Path, address: str | None, token: str | None, name:
     if name not in (None, known.name):
         raise ConfigError(f"this machine is `{known.name}` in its cluster; another name needs a token")
     if address is not None:
-        known = keep_head(path, address)
+        keep_head(path, address)
+        return await _credentials(path, None, None, name)
     return await renew(known) if known.is_due else known
 
 
