@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +33,7 @@ from hearth.cli.console import (
 from hearth.cli.figures import duration
 from hearth.control.datadir import DataDir, is_held
 from hearth.core.config import ClusterConfig, parse_address, parse_duration
-from hearth.core.errors import ConfigError
+from hearth.core.errors import ConfigError, Unreachable
 from hearth.node.credentials import MAX_NAME_CHARS, Authority, Credentials, keep_head
 from hearth.node.join import join as join_cluster
 from hearth.node.join import renew
@@ -196,13 +197,16 @@ async def _credentials(path: Path, address: str | None, token: str | None, name:
     if address is not None:
         keep_head(path, address)
         return await _credentials(path, None, None, name)
-    return await renew(known) if known.is_due else known
+    if known.is_due:
+        with suppress(Unreachable):  # half of its life is left for another attempt
+            return await renew(known)
+    return known
 
 
 def _invite(authority: Authority, head: str | None, ttl: str) -> None:
     ttl_s = parse_duration(ttl)
     token = authority.new_token(ttl_s)
-    told = f"within {duration(ttl_s)}, run this on each machine that shall join:"
+    told = f"run this within {duration(ttl_s)} on each machine to add:"
     err.print(Text(told, style="dim"), soft_wrap=True)
     typer.echo(f"hearth join {head} --token {token}")
 
