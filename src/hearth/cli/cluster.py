@@ -6,7 +6,6 @@ import asyncio
 import re
 import socket
 import sys
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -33,10 +32,10 @@ from hearth.cli.console import (
 from hearth.cli.figures import duration
 from hearth.control.datadir import DataDir, is_held
 from hearth.core.config import ClusterConfig, parse_address, parse_duration
-from hearth.core.errors import ConfigError, Unreachable
+from hearth.core.errors import ConfigError
 from hearth.node.credentials import MAX_NAME_CHARS, Authority, Credentials, keep_head
 from hearth.node.join import join as join_cluster
-from hearth.node.join import renew
+from hearth.node.join import renew_if_due
 
 TOKEN_LIFE = "24h"
 TokenLife = Annotated[
@@ -197,10 +196,7 @@ async def _credentials(path: Path, address: str | None, token: str | None, name:
     if address is not None:
         keep_head(path, address)
         return await _credentials(path, None, None, name)
-    if known.is_due:
-        with suppress(Unreachable):  # half of its life is left for another attempt
-            return await renew(known)
-    return known
+    return await renew_if_due(known)
 
 
 def _invite(authority: Authority, head: str | None, ttl: str) -> None:

@@ -74,6 +74,14 @@ async def renew(credentials: Credentials) -> Credentials:
     return keep_certificate(credentials.path, ca_pem, certificate_pem, credentials.head)
 
 
+async def renew_if_due(credentials: Credentials) -> Credentials:
+    """Renew when half of the certificate's life is over and the head answers. Raises JoinRefused."""
+    if credentials.is_due:
+        with suppress(Unreachable):
+            return await renew(credentials)
+    return credentials
+
+
 async def answer_stranger(channel: Channel, authority: Authority) -> None:
     """Answer `AskAuthority` or `Join`, the first message of a channel, at the head."""
     match await channel.receive():
