@@ -119,6 +119,8 @@ def test_a_certificate_that_is_half_over_is_renewed_at_the_start(
             monkeypatch.setattr(Credentials, "is_due", True)
             await module._credentials(path, f"127.0.0.1:{port}", None, None)
             assert (path / "node.pem").read_bytes() != before
+        known = await module._credentials(path, None, None, None)  # the head is away, which can wait
+        assert known.name == "gpu-1"
 
     asyncio.run(scene())
 

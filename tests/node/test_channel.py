@@ -22,7 +22,7 @@ from hearth.core.types import LOCAL, NodeId
 from hearth.node import channel as module
 from hearth.node.channel import DATA_MAGIC, Channel, ClusterPort, connect
 from hearth.node.credentials import HEAD, Authority
-from hearth.node.tickets import TICKET_BYTES, TicketIssuer
+from hearth.node.tickets import TICKET_BYTES, TicketCheck, TicketIssuer
 from tests.node.tls_cluster import HELLO, Cluster, Scene, member, nameless, to_head
 
 
@@ -350,6 +350,35 @@ def test_a_data_connection_is_passed_on_behind_its_ticket(cluster: Cluster, play
             assert await reader.read() == b""
             writer.close()
         assert cluster.data == [(ticket, b"what follows")]
+
+    play(scene)
+
+
+def test_a_replayed_ticket_and_one_of_another_life_get_nowhere(cluster: Cluster, play: Scene) -> None:
+    target = NodeId("gpu-2.1")
+    issuer, earlier = TicketIssuer(target), TicketIssuer(NodeId("gpu-2"))
+    check = TicketCheck(target, issuer.key)
+
+    def admit(connection: socket.socket, ticket: bytes) -> None:
+        with connection:
+            if check.admit(ticket) is not None:
+                connection.sendall(b"admitted")
+
+    async def scene() -> None:
+        cluster.on_data = admit  # type: ignore[method-assign] # as a node's agent does
+        async with cluster.listening() as port:
+            ticket = issuer.issue(LOCAL)
+            for given, answer in (
+                (bytes(TICKET_BYTES), b""),
+                (ticket, b"admitted"),
+                (ticket, b""),
+                (earlier.issue(LOCAL), b""),
+                (issuer.issue(LOCAL), b"admitted"),
+            ):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(DATA_MAGIC + given.hex().encode() + b"\n")
+                assert await reader.read() == answer
+                writer.close()
 
     play(scene)
 

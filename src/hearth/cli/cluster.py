@@ -34,7 +34,7 @@ from hearth.core.config import ClusterConfig, parse_address, parse_duration
 from hearth.core.errors import ConfigError
 from hearth.node.credentials import MAX_NAME_CHARS, Authority, Credentials, keep_head
 from hearth.node.join import join as join_cluster
-from hearth.node.join import renew
+from hearth.node.join import renew_if_due
 
 TOKEN_LIFE = "24h"
 TokenLife = Annotated[
@@ -180,7 +180,7 @@ def join(
 async def _credentials(path: Path, address: str | None, token: str | None, name: str | None) -> Credentials:
     """Return the credentials of this machine: those that it has, or new ones by the token."""
     known = Credentials.open(path)
-    if token is not None and address is not None:
+    if address is not None and token is not None:
         chosen = name or (_host_name() if known is None else known.name)
         joined = await join_cluster(address, token, chosen, path)
         err.print(Text(f"joined the cluster of {address} as {joined.name}", style="dim"))
@@ -195,14 +195,15 @@ async def _credentials(path: Path, address: str | None, token: str | None, name:
     if name not in (None, known.name):
         raise ConfigError(f"this machine is `{known.name}` in its cluster; another name needs a token")
     if address is not None:
-        known = keep_head(path, address)
-    return await renew(known) if known.is_due else known
+        keep_head(path, address)
+        return await _credentials(path, None, None, name)
+    return await renew_if_due(known)
 
 
 def _invite(authority: Authority, head: str | None, ttl: str) -> None:
     ttl_s = parse_duration(ttl)
     token = authority.new_token(ttl_s)
-    told = f"within {duration(ttl_s)}, run this on each machine that shall join:"
+    told = f"run this within {duration(ttl_s)} on each machine to add:"
     err.print(Text(told, style="dim"), soft_wrap=True)
     typer.echo(f"hearth join {head} --token {token}")
 

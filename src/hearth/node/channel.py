@@ -219,10 +219,10 @@ class ClusterPort:
 
     async def close(self) -> None:
         """Stop listening and end all channels that were not detached."""
-        tasks = [self._accepting, *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for tasks in ({self._accepting}, self._tasks):  # in this order: each task that was created has begun
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         self._listener.close()
 
     async def _accept(self) -> None:
@@ -265,7 +265,8 @@ class ClusterPort:
             channel.abort(reason)
             if not isinstance(error, OSError | HearthError):  # TimeoutError and those of TLS are OSErrors
                 raise
-            log.debug("connection_refused address=%s reason=%s", address, reason)
+            level = logging.DEBUG if isinstance(error, OSError) else logging.WARNING
+            log.log(level, "connection_refused address=%s reason=%s", address, reason)
 
     async def _meet(self, connection: socket.socket, channel: Channel) -> bool:
         """Take a new connection up to its first message. True: it is a member's; else it was dealt with."""

@@ -27,7 +27,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -50,11 +50,21 @@ MAX_NAME_CHARS = 48
 MAX_TOKEN_S = 30 * 86400.0
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?", re.ASCII)
 _TOKEN = re.compile(r"hearth1\.([0-9a-f]{64})\.([0-9a-f]{8})\.([\w-]{43})", re.ASCII)
-_DOMAIN = ".node.hearth"
 #: The head's own certificate lasts as long as the authority, whose key is beside it.
 _AUTHORITY_LIFE, _NODE_LIFE = timedelta(days=3650), timedelta(days=365)
 #: How far the clock of a machine that checks a new certificate may be behind.
 _CLOCK_SKEW = timedelta(days=1)
+_SIGNS_CERTIFICATES = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=False,
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,7 @@ class Token:
 
     fingerprint: str
     token_id: str
-    secret: str
+    secret: str = field(repr=False)
 
     @staticmethod
     def parse(text: str) -> Token:
@@ -77,10 +87,6 @@ class Token:
 
     def __str__(self) -> str:
         return f"hearth1.{self.fingerprint}.{self.token_id}.{self.secret}"
-
-    def __repr__(self) -> str:
-        """Leave out the secret: a repr may be logged."""
-        return f"<Token {self.token_id}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,7 @@ class Authority:
         certificate = (
             _certificate(subject, subject, key.public_key(), key.public_key(), _AUTHORITY_LIFE)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_SIGNS_CERTIFICATES, critical=True)
             .sign(key, hashes.SHA256())
         )
         authority = Authority(path, certificate, key)
@@ -171,10 +178,7 @@ class Authority:
             self._write("tokens.json", tokens)
 
     def admit(self, token_id: str, secret: str, name: str, csr_pem: bytes) -> bytes:
-        """Make a node a member and return its certificate. Raises JoinRefused.
-
-        A member's name is given again only to its own key, as when the first answer was lost.
-        """
+        """Make a node a member and return its certificate. Raises JoinRefused."""
         with self._changing():
             stored = self._valid_tokens().get(token_id)
             if stored is None or not hmac.compare_digest(stored.hash, _secret_hash(secret)):
@@ -182,22 +186,14 @@ class Authority:
                     "the token is wrong, expired or revoked; make a new one on the head with "
                     "`hearth cluster token`"
                 )
-            key = _requested_key(csr_pem)
-            known = self._members().get(name)
-            if known is not None and known.key != _key_hash(key):
-                raise JoinRefused(
-                    f"another node of the cluster is called `{name}`; choose another name with `--name`, or, "
-                    f"if this machine replaces that node, first run `hearth nodes rm {name}` on the head"
-                )
-            return self._enrol(name, key)
+            return self._enrol(name, csr_pem)
 
     def renew(self, name: str, csr_pem: bytes) -> bytes:
         """Return a new certificate for a member that has shown one of its own. Raises JoinRefused."""
         with self._changing():
-            key, known = _requested_key(csr_pem), self._members().get(name)
-            if known is None or known.key != _key_hash(key):
+            if name not in self._members():
                 raise JoinRefused(removed(name))
-            return self._enrol(name, key)
+            return self._enrol(name, csr_pem)
 
     def is_member(self, name: str, serial: int) -> bool:
         """False if the node was removed, or if it has a newer certificate."""
@@ -213,14 +209,18 @@ class Authority:
                 raise ConfigError(f"no node of the cluster is called {name!r:.80}; nodes: {known}")
             self._write("members.json", members)
 
-    def _enrol(self, name: str, key: ec.EllipticCurvePublicKey) -> bytes:
-        try:
-            check_node_name(name)
-        except ConfigError as error:
-            raise JoinRefused(str(error)) from None
+    def _enrol(self, name: str, csr_pem: bytes) -> bytes:
+        """Sign for a new name, or for a member's own key, as when an earlier answer was lost."""
+        check_node_name(name)
+        key, members = _requested_key(csr_pem), self._members()
+        if name in members and members[name].key != _key_hash(key):
+            raise JoinRefused(
+                f"another node of the cluster is called `{name}`; choose another name with `--name`, or, "
+                f"if this machine replaces that node, first run `hearth nodes rm {name}` on the head"
+            )
         certificate = self._sign(name, key, _NODE_LIFE)
-        record = _MemberRecord(f"{certificate.serial_number:x}", _key_hash(key))
-        self._write("members.json", self._members() | {name: record})
+        members[name] = _MemberRecord(f"{certificate.serial_number:x}", _key_hash(key))
+        self._write("members.json", members)
         return certificate.public_bytes(serialization.Encoding.PEM)
 
     def _sign(self, name: str, key: ec.EllipticCurvePublicKey, life: timedelta) -> x509.Certificate:
@@ -319,21 +319,13 @@ def peer_of(connection: ssl.SSLObject | ssl.SSLSocket) -> tuple[str, int] | None
 def keep_certificate(path: Path, ca_pem: bytes, certificate_pem: bytes, head: str) -> Credentials:
     """Keep what the head has signed for the key in `path`."""
     write_file(path / "node.pem", [certificate_pem])
-    write_file(path / "head", [f"{head}\n".encode()])
+    keep_head(path, head)
     write_file(path / "ca.pem", [ca_pem])  # last: it marks the others as complete
-    return _opened(path)
+    return Credentials(path, x509.load_pem_x509_certificate(certificate_pem), head)
 
 
-def keep_head(path: Path, address: str) -> Credentials:
-    """Keep another address of the head, and return the credentials with it."""
+def keep_head(path: Path, address: str) -> None:
     write_file(path / "head", [f"{address}\n".encode()])
-    return _opened(path)
-
-
-def _opened(path: Path) -> Credentials:
-    credentials = Credentials.open(path)
-    assert credentials is not None, f"`{path}` has no certificate"
-    return credentials
 
 
 def own_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -351,7 +343,7 @@ def signing_request(name: str, key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def server_name(name: str) -> str:
-    return name + _DOMAIN
+    return f"{name}.node.hearth"
 
 
 def fingerprint_of(certificate: x509.Certificate) -> str:
@@ -359,14 +351,14 @@ def fingerprint_of(certificate: x509.Certificate) -> str:
 
 
 def check_node_name(name: str) -> None:
-    """Raises ConfigError. A name has no dot: `NAME.1` is a later life of the node."""
+    """Raises JoinRefused. A name has no dot: `NAME.1` is a later life of the node."""
     if _NAME.fullmatch(name) is None:
-        raise ConfigError(
+        raise JoinRefused(
             f"the name of a node is 1 to {MAX_NAME_CHARS} lower-case letters, digits or `-`, and begins and "
             f"ends with a letter or digit, given: {name!r:.80}; choose one with `--name`"
         )
     if name in (HEAD, LOCAL):
-        raise ConfigError(f"`{name}` is the name of the head; choose another with `--name`")
+        raise JoinRefused(f"`{name}` is the name of the head; choose another with `--name`")
 
 
 def removed(name: str) -> str:

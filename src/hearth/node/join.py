@@ -49,9 +49,7 @@ async def join(address: str, token: str, name: str, path: Path) -> Credentials:
     host, port = parse_address(address)
     _refuse_other_cluster(path, invitation)
     ca_pem = await _fetch_authority(host, port, invitation)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(cadata=ca_pem.decode())
+    context = ssl.create_default_context(cadata=ca_pem.decode())  # which is the only one that it trusts
     is_new = not (path / "node.key").exists()
     request = signing_request(name, own_key(path))
     try:
@@ -74,6 +72,14 @@ async def renew(credentials: Credentials) -> Credentials:
     certificate_pem = await _certificate(channel, message)
     ca_pem = (credentials.path / "ca.pem").read_bytes()
     return keep_certificate(credentials.path, ca_pem, certificate_pem, credentials.head)
+
+
+async def renew_if_due(credentials: Credentials) -> Credentials:
+    """Renew when half of the certificate's life is over and the head answers. Raises JoinRefused."""
+    if credentials.is_due:
+        with suppress(Unreachable):
+            return await renew(credentials)
+    return credentials
 
 
 async def answer_stranger(channel: Channel, authority: Authority) -> None:
@@ -118,7 +124,6 @@ def _refuse_other_cluster(path: Path, invitation: Token) -> None:
 async def _fetch_authority(host: str, port: int, invitation: Token) -> bytes:
     """Return the authority's certificate, if it is the one that the token names."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     answer = await _ask(await connect(host, port, context, None), AskAuthority())
     with suppress(ValueError):  # it is no certificate
