@@ -31,6 +31,7 @@ _PIECE_BYTES = 1 << 20
 class Ceiling:
     bytes_per_s: float
     sender_cpu_s_per_gb: float
+    receiver_cpu_s_per_gb: float
 
 
 def probe(num_streams: int, credentials: Path | None, name: str, prefix: tuple[str, ...] = ()) -> Ceiling:
@@ -47,15 +48,15 @@ def probe(num_streams: int, credentials: Path | None, name: str, prefix: tuple[s
                 context = tls_context(credentials, ssl.PROTOCOL_TLS_CLIENT)
                 connection = context.wrap_socket(connection, server_hostname=name)
             connections.append(connection)
-        began_s = time.perf_counter()
+        began_s, own_s = time.perf_counter(), _cpu_s()
         with ThreadPoolExecutor(num_streams) as pool:
             list(pool.map(_receive, connections))
-        seconds = time.perf_counter() - began_s
+        seconds, own_s = time.perf_counter() - began_s, _cpu_s() - own_s
         for connection in connections:
             connection.close()
         cpu_s = float(sender.stdout.readline())
     num_bytes = num_streams * CHUNKS_PER_STREAM * CHUNK_BYTES
-    return Ceiling(num_bytes / seconds, cpu_s / (num_bytes / 1e9))
+    return Ceiling(num_bytes / seconds, cpu_s / num_bytes * 1e9, own_s / num_bytes * 1e9)
 
 
 def _receive(connection: socket.socket) -> None:

@@ -81,6 +81,7 @@ class Load:
     num_bytes: int
     seconds: float
     sender_cpu_s: float
+    receiver_cpu_s: float
 
     @property
     def gb_per_s(self) -> float:
@@ -95,6 +96,7 @@ def loopback(num_rounds: int) -> Iterator[Figure]:
         )
         cpu_aim = None if is_encrypted else "at most 0.15"
         cpu = Figure(f"loopback, {how}: sender", "CPU s/GB", cpu_aim)
+        receiving = Figure(f"loopback, {how}: receiver", "CPU s/GB")
         kept = Figure(f"loopback, {how}: the same, kept on the receiver's disk", "GB/s")
         two = Figure(f"loopback, {how}: two senders", "GB/s")
         with bench_cluster(is_encrypted) as bench:
@@ -107,11 +109,13 @@ def loopback(num_rounds: int) -> Iterator[Figure]:
                 cpu.bounds.append(ceiling.sender_cpu_s_per_gb)
                 one = bench.load(receiver, senders[:1])
                 speed.values.append(one.gb_per_s)
-                cpu.values.append(one.sender_cpu_s / (one.num_bytes / 1e9))
+                cpu.values.append(one.sender_cpu_s / one.num_bytes * 1e9)
+                receiving.values.append(one.receiver_cpu_s / one.num_bytes * 1e9)
+                receiving.bounds.append(ceiling.receiver_cpu_s_per_gb)
                 kept.values.append(bench.load(keeping, senders[:1]).gb_per_s)
                 two.values.append(bench.load(receiver, senders).gb_per_s)
                 tell(f"{how}, round {number}: {one.gb_per_s:.3f} GB/s of {ceiling.bytes_per_s / 1e9:.3f}")
-        yield from (speed, cpu, kept, two)
+        yield from (speed, cpu, receiving, kept, two)
 
 
 PARTS: Mapping[str, Callable[[int], Iterator[Figure]]] = {"loopback": loopback}
@@ -173,7 +177,7 @@ class Bench:
         self.cluster.said = {name: lambda _: () for name in self.cluster.nodes if name not in names}
         with closing(LeaseClient(receiver.socket, is_pinned=False)) as client:
             model = client.open(where)
-            before_s = sum(sender.cpu_s for sender in senders)
+            before_s, receiver_s = sum(sender.cpu_s for sender in senders), receiver.cpu_s
             began_s, rungs = time.perf_counter(), set[Rung | None]()
             grant = client.grant(model, range(len(manifest.chunks)))
             for chunk in grant:
@@ -181,10 +185,11 @@ class Bench:
                 grant.release(chunk)
             seconds = time.perf_counter() - began_s
             cpu_s = sum(sender.cpu_s for sender in senders) - before_s
+            receiver_s = receiver.cpu_s - receiver_s
         if rungs != {Rung.PEER}:
             raise RuntimeError(f"all chunks should have come from nodes, some came from {rungs}")
         asyncio.run(KeeperClient(receiver.socket).forget(where))
-        return Load(manifest.num_bytes, seconds, cpu_s)
+        return Load(manifest.num_bytes, seconds, cpu_s, receiver_s)
 
 
 @contextmanager
