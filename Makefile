@@ -27,7 +27,7 @@ TESTERS ?= 3
 TYPES := .mypy_cache/said
 BENCHES := engine traffic arrivals shapes eight_bit kernels start lora lora_swap lora_serving load chunks service_gpu \
            reuse elastic profile turns coldstart
-CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile
+CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile cluster
 # The folder's other entries, beside its own (`python -m bench.load`): a benchmark is named as its result is.
 MODULE_engine_cpu := engine.cpu
 MODULE_traffic := engine --parts traffic

@@ -193,6 +193,29 @@ class TestOrder:
         assert order == "aa" + "b" * len(B) + "aaaa"  # it was alone when it took both cells
         assert_settled(fetcher)
 
+    def test_a_prefetch_takes_chunks_in_host_memory_while_a_load_waits_for_cells(self) -> None:
+        gated, model, order = Gated(Shelf(A, B)), model_of("a", A), ""
+        with fetching(gated, num_cells=3) as fetcher:
+            first = fetcher.fetch(model, [0])
+            gated.next().allow()
+            (held,) = first
+            load = start(fetcher, model_of("b", B))
+            ahead = fetcher.refill(model, [0, 1])
+            chunks, behind = iter(load), iter(ahead)
+            assert ahead.wait(0, PATIENCE_S)
+            ahead.release(next(behind))
+            assert not ahead.wait(1, 0.0)  # it has to be read, and the load comes first
+            for _ in B:
+                ask = gated.next()
+                order += ask.model
+                ask.allow()
+                load.release(next(chunks))
+            gated.open()
+            ahead.release(next(behind))
+            first.release(held)
+        assert order == "b" * len(B)
+        assert_settled(fetcher)
+
     def test_a_load_that_is_called_off_holds_up_nobody(self) -> None:
         gated = Gated(Shelf(A, B))
         with fetching(gated, num_cells=2) as fetcher:
