@@ -180,7 +180,9 @@ class World:
             name = WorkerId(self.new_id("w"))
             kind = ("cuda", "cuda", "cpu")[number % 3]
             budget_bytes = (100, 100, 60)[number // 3 % 3]
-            node = NODES[number // 9 % len(NODES)]
+            most, present = self.fleet.most_by_node, self.fleet.num_workers_by_node
+            lacking = [node for node, num in most.items() if present[node] < num]
+            node = lacking[0] if lacking else NODES[number // 9 % len(NODES)]  # a lost one is replaced first
             self.tell(WorkerJoined(self.now_s, name, kind, budget_bytes, kind == "cuda", node))
 
     def lose(self, number: int) -> None:
