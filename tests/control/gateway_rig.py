@@ -90,7 +90,7 @@ class GatewayRig:
         fail_all = self.driver.fail_all
         local = LocalNode(config, Devices("cpu", (0,), 1), data_dir.path, None, None, fail_all)  # type: ignore[arg-type] # no worker connects
         self.supervisor, keeper = local.supervisor, local.keeper
-        nodes = Nodes(local)
+        nodes = self.nodes = Nodes(local)
         deployments = Deployments(self.registry, catalog, self.driver, keeper, data_dir)
         self.keeper = KeeperReports(keeper, catalog, self.driver)
         self.usage = KeyUsage(data_dir.usage_path, ApiKeys(data_dir.keys_path).ids, metrics)

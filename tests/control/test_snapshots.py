@@ -358,3 +358,17 @@ def test_a_snapshot_made_with_adapters_by_one_worker_is_not_made_anew_by_the_nex
     snapshots.adapters_deployed()
     assert len(orders) == 1
     assert snapshots.notes == ()
+
+
+def test_nodes_make_snapshots_of_their_own() -> None:
+    snapshots, links = Snapshots(Metrics()), {}
+    for worker in map(WorkerId, ("w0", "w1", "gpu-2/w0")):
+        links[worker] = RecordingLink()
+        snapshots.joined(worker, links[worker])  # type: ignore[arg-type] # as much of a link as is needed
+        looked = SnapshotLooked(TINY, 1, SnapshotOutcome.MISSING)
+        snapshots.receive(worker, looked, is_current=True)
+        snapshots.loaded(worker, TINY, 1)
+    assert [len(made_orders(link)) for link in links.values()] == [1, 0, 1]
+    snapshots.receive(WorkerId("w0"), SnapshotMade(TINY, 1, num_bytes=5), is_current=True)
+    snapshots.loaded(WorkerId("w1"), TINY, 2)
+    assert made_orders(links[WorkerId("w1")]) == [], "it finds that of its machine"

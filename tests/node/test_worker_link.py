@@ -10,7 +10,7 @@ from hearth.core import wire
 from hearth.core.messages import VERSION, Fact, Ping, Pong, WorkerHello
 from hearth.core.types import WorkerId
 from hearth.node import link as link_module
-from hearth.node.link import Link
+from hearth.node.link import FrameLink
 from hearth.node.worker_link import WorkerLink
 
 SECRET = b"s" * 32
@@ -21,24 +21,24 @@ class Record:
     """A receiver that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.joined_links: list[Link] = []
+        self.joined_links: list[FrameLink] = []
         self.bodies: list[bytes] = []
-        self.left_links: list[Link] = []
+        self.left_links: list[FrameLink] = []
         self.changed = asyncio.Event()
 
-    def joined(self, link: Link, hello: WorkerHello) -> None:
+    def joined(self, link: FrameLink, hello: WorkerHello) -> None:
         self.joined_links.append(link)
         self.changed.set()
 
-    def received(self, link: Link, body: bytes) -> None:
+    def received(self, link: FrameLink, body: bytes) -> None:
         self.bodies.append(body)
         self.changed.set()
 
-    def left(self, link: Link) -> None:
+    def left(self, link: FrameLink) -> None:
         self.left_links.append(link)
         self.changed.set()
 
-    async def until(self, count: int, of: list[Link] | list[bytes]) -> None:
+    async def until(self, count: int, of: list[FrameLink] | list[bytes]) -> None:
         while len(of) < count:
             self.changed.clear()
             await self.changed.wait()

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -105,6 +106,7 @@ class SmallCluster:
         return eventually(f"the worker of {name} is ready", node_id, 0.1)
 
     def node(self, name: str) -> dict[str, Json] | None:
+        """As `hearth nodes` shows it."""
         found = self.head.http.get("/hearth/nodes").json()
         return next((one for one in found if one["name"] == name), None)
 
@@ -192,24 +194,22 @@ def test_a_node_answers_as_the_head_does(cluster: SmallCluster) -> None:
     assert "one" in cluster.head.cli("nodes").stdout
 
 
-def test_a_stream_survives_its_node(cluster: SmallCluster) -> None:
+def test_a_stream_goes_on_at_another_node(cluster: SmallCluster) -> None:
     whole_text = stream(cluster.head).text
-    cluster.drain("local", undo=True)
-    cluster.head.unload("tiny-a", free=False)
-    cluster.drain("local")
-
-    def kill() -> None:
-        cluster.drain("local", undo=True)
-        cluster.nodes["one"].kill()
-
-    told = stream(cluster.head, kill)
+    cluster.start("two")
+    cluster.wait_for("two")
+    told = stream(cluster.head, cluster.nodes["one"].kill)
     assert told.text == whole_text
     explained = cluster.head.explain(told.request_id)
-    assert (explained["worker"], explained["num_resumes"]) == ("w0", 1)
-    assert "connection" in str(explained["marks"]) or "node one" in str(explained["marks"])
-    assert cluster.node("one") is None
+    assert (explained["worker"], explained["num_resumes"]) == ("two/w0", 1)
+    assert "one/w0 was lost with its" in str(explained["marks"])
+    lost = cluster.node("one")
+    assert lost is not None
+    assert lost["state"] == "down"
+    assert "node `one` is down" in cluster.head.cli("doctor").stdout
     cluster.start("one")
     assert cluster.wait_for("one") == "one.1", "another life"
+    assert cluster.nodes["two"].stop() == 0
 
 
 def test_a_node_that_was_stopped_returns_with_another_id(cluster: SmallCluster) -> None:
@@ -226,7 +226,7 @@ def test_a_node_that_was_stopped_returns_with_another_id(cluster: SmallCluster) 
         assert cluster.head.explain(told.request_id)["num_resumes"] == 1
     finally:
         cluster.nodes["one"].process.send_signal(signal.SIGCONT)
-    eventually("it joins again", lambda: (found := cluster.node("one")) and found["node"] != before)
+    eventually("it joins again", lambda: (found := cluster.node("one")) and found["node"] not in ("", before))
     cluster.drain("local")
     cluster.wait_for("one")
     assert stream(cluster.head).text == whole_text
@@ -250,13 +250,14 @@ def test_a_name_belongs_to_one_machine(cluster: SmallCluster) -> None:
     copied = ClusterNode(cluster.root / "copied")
     eventually("it is refused", lambda: "a node called `one` is up" in copied.output())
     assert copied.stop() == 0
-    assert cluster.node("one") is not None
+    cluster.wait_for("one")
 
 
 def test_strangers_get_nothing(cluster: SmallCluster) -> None:
     with socket.create_connection(("127.0.0.1", cluster.port), PATIENCE_S) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert connection.recv(1) == b""
+        with suppress(ConnectionResetError):  # closed before all was read
+            assert connection.recv(1) == b""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with (

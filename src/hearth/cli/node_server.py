@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -50,10 +51,9 @@ def run_node(
                 await asyncio.wait((running, signalled), return_when=asyncio.FIRST_COMPLETED)
                 signalled.cancel()
                 running.cancel()
-                outcome = await asyncio.gather(running, return_exceptions=True)
+                with suppress(asyncio.CancelledError):
+                    await running
                 await rotation.close()
-            if not isinstance(outcome[0], asyncio.CancelledError):
-                raise outcome[0]
 
         try:
             runner.run(serve())

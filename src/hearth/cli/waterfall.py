@@ -94,7 +94,7 @@ def _bars(spans: Sequence[TimelineSpan], width: int) -> Iterator[str]:
 
 
 def _rungs(explained: Explanation) -> Iterator[str]:
-    names = [str(rung.rung) for rung in explained.rungs]
+    names = [f"{rung.rung} {rung.source}".rstrip() for rung in explained.rungs]
     sizes = [size(rung.num_bytes) for rung in explained.rungs]
     remarks = [_pace(rung) for rung in explained.rungs]
     if explained.shared_bytes:

@@ -27,7 +27,7 @@ from hearth.node.agent import MAX_SILENT_PULSES, PULSE_S
 from hearth.node.channel import Channel, ClusterPort
 from hearth.node.credentials import Authority, Credentials
 from hearth.node.join import answer_stranger
-from hearth.node.link import Link, Receiver
+from hearth.node.link import FrameLink, Receiver
 from hearth.node.processes import run_vital
 from hearth.node.relay import link_over
 from hearth.node.tickets import TicketIssuer
@@ -44,7 +44,7 @@ class RemoteNode:
         self.node_id, self.hello, self.channel = node_id, hello, channel
         self.tickets = TicketIssuer(node_id)
         self.num_silent_pulses = 0
-        self.links: dict[WorkerId, Link] = {}
+        self.links: dict[WorkerId, FrameLink] = {}
         self.hellos: dict[WorkerId, WorkerHello] = {}
         self.held: dict[Digest, messages.HeldChunks] = {}
         self.speeds: dict[NodeId, messages.LinkSpeed] = {}
@@ -106,6 +106,7 @@ class Cluster:
         self._joined: dict[NodeId, RemoteNode] = {}
         self._lives: Counter[str] = Counter()  #: by name
         self._drained: set[str] = set()  #: names of nodes
+        self._reasons: dict[str, str] = {}  #: why nodes were lost last, by name
         self._own_tickets = TicketIssuer(LOCAL)
         self._own_held: dict[Digest, messages.HeldChunks] = {}
         self._known: dict[Digest, str] = {}  #: what the keeper of this machine was told
@@ -235,7 +236,7 @@ class Cluster:
         if not worker.startswith(f"{opened.node}/w"):
             log.warning("worker_refused worker=%s reason=`its node is %s`", worker, opened.node)
             return
-        link = Link(worker, self)
+        link = FrameLink(worker, self)
         try:
             link_over(channel, link)
         except ConnectionResetError:
@@ -249,8 +250,9 @@ class Cluster:
             return
         del self._nodes.others[node.node_id]
         self._metrics.node_up.labels(node.name).set(0)
+        self._reasons[node.name] = reason
         log.warning("node_lost node=%s reason=%s", node.node_id, reason)
-        node.end_links(f"was on node {node.node_id}, which was lost ({reason}),")
+        node.end_links(f"was lost with its node ({reason})")
         node.channel.close()
         self._driver.node_lost(node.node_id)
 
@@ -279,7 +281,7 @@ class Cluster:
             self._are_places_stale.clear()
             known, self._known = self._known, dict(self._places())
             for digest in known.keys() - self._known.keys():
-                self._tell_all(messages.ForgetModel(digest))
+                self._tell_all(messages.ForgetChunks(digest))
             num_starts = local.supervisor.keeper.num_starts
             try:
                 await local.keeper.know(self._known)
@@ -289,13 +291,13 @@ class Cluster:
 
     # What links tell.
 
-    def joined(self, link: Link, hello: WorkerHello) -> None:
+    def joined(self, link: FrameLink, hello: WorkerHello) -> None:
         raise AssertionError("a link of another node has joined when it is made")
 
-    def received(self, link: Link, body: bytes) -> None:
+    def received(self, link: FrameLink, body: bytes) -> None:
         self._receiver.received(link, body)
 
-    def left(self, link: Link) -> None:
+    def left(self, link: FrameLink) -> None:
         # Its node tells how a worker ends, before the connection does.
         link.ended = link.ended or WorkerEnded("was lost with its connection", is_with_node=True)
         for node in self._joined.values():
@@ -376,7 +378,37 @@ class Cluster:
         raise RequestError(f"no node called `{name:.80}` is up; nodes: {known}")
 
     def views(self) -> tuple[NodeView, ...]:
-        return tuple(map(self._view, self._joined.values()))
+        down = (
+            NodeView(
+                name=name,
+                node="",
+                state="down",
+                host="",
+                devices=(),
+                num_ready_workers=0,
+                budget_bytes=0,
+                host_used_bytes=0,
+                host_bytes=0,
+                reason=reason,
+            )
+            for name, reason in self._absences().items()
+        )
+        return (*map(self._view, self._joined.values()), *down)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what is wrong, for people."""
+        remedy = "start `hearth join` there, or remove it"
+        absent = self._absences()
+        return tuple(
+            f"node `{name}` is down: {reason}; {remedy} with `hearth nodes rm {name}`"
+            for name, reason in absent.items()
+        )
+
+    def _absences(self) -> dict[str, str]:
+        """Return why members are not up, by name."""
+        up = {node.name for node in self._joined.values()}
+        since = "it has not joined since the service started"
+        return {name: self._reasons.get(name, since) for name in self._authority.names() if name not in up}
 
     def _view(self, node: RemoteNode) -> NodeView:
         hello, workers = node.hello, node.workers()

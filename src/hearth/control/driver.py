@@ -37,7 +37,7 @@ from hearth.core.types import (
     node_of,
     where_on_nodes,
 )
-from hearth.node.link import Link
+from hearth.node.link import FrameLink
 from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import Action, Event, RejectReason
@@ -96,7 +96,7 @@ class Driver:
         self._journal, self._observer, self._pools, self._snapshots = journal, observer, pools, snapshots
         self._host_order, self._prepare_orders = host_order, prepare_orders
         self._sinks: list[Sink] = [observer.observe]
-        self._links: dict[WorkerId, Link] = {}
+        self._links: dict[WorkerId, FrameLink] = {}
         #: The number of each stay of a model on a worker. Facts of an earlier stay have another number.
         self._hostings: dict[tuple[WorkerId, ModelId], int] = {}
         self._answered: set[tuple[WorkerId, ModelId]] = set()  #: stays in which tokens were made
@@ -305,7 +305,7 @@ class Driver:
     def adapters_deployed(self) -> None:
         self._snapshots.adapters_deployed()
 
-    def joined(self, link: Link, hello: messages.WorkerHello) -> None:
+    def joined(self, link: FrameLink, hello: messages.WorkerHello) -> None:
         self._links[hello.worker] = link
         self._pools.joined(hello.worker, link)
         self._snapshots.joined(hello.worker, link)
@@ -468,7 +468,7 @@ class Driver:
                 self.requests.detach(worker, model)
                 self.post(events.ModelFailed(now_s, worker, model, fact.reason))
 
-    def _worker_lost(self, now_s: float, worker: WorkerId, link: Link) -> None:
+    def _worker_lost(self, now_s: float, worker: WorkerId, link: FrameLink) -> None:
         del self._links[worker]
         self._pools.lost(worker)
         self._snapshots.lost(worker)

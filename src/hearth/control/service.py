@@ -133,6 +133,11 @@ async def running(
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         cluster_path = data_dir.path / "cluster"
         authority = Authority.open(cluster_path) if (cluster_path / "ca.key").exists() else None
+        if authority is None and not devices.num_workers:
+            raise ConfigError(
+                "`service.workers` is 0, which only the head of a cluster can have: its nodes have the "
+                "workers; make this machine a head with `hearth cluster init`, or leave the setting out"
+            )
         agent_socket = None if authority is None else new_socket_path(data_dir.path, "agent", stack)
         local = LocalNode(
             config,
@@ -194,7 +199,11 @@ async def running(
             cluster=cluster,
             metrics=metrics,
             kind=devices.kind,
-            notes=lambda: (*(one.note for one in noting if one.note is not None), *snapshots.notes),
+            notes=lambda: (
+                *(one.note for one in noting if one.note is not None),
+                *snapshots.notes,
+                *(() if cluster is None else cluster.notes()),
+            ),
         )
         yield Gateway(
             deployments=deployments,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from hearth.control.observe.metrics import Metrics
 from hearth.core.errors import SnapshotError
 from hearth.core.messages import MakeSnapshot, SnapshotLooked, SnapshotMade, SnapshotProgress
-from hearth.core.types import ModelId, SnapshotOutcome, WorkerId
-from hearth.node.link import Link
+from hearth.core.types import ModelId, SnapshotOutcome, WorkerId, node_of
+from hearth.node.link import FrameLink
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Snapshots:
         """
         self._bases, self._obstacle, self._is_off = bases, obstacle, is_off
         self._count, self._collect = metrics.snapshots, collect
-        self._links: dict[WorkerId, Link] = {}
+        self._links: dict[WorkerId, FrameLink] = {}
         self._makings: dict[tuple[WorkerId, ModelId], _OrderedSnapshot] = {}
         #: Models on workers without a snapshot, for which making one has not failed.
         self._wanted: set[tuple[WorkerId, ModelId]] = set()
@@ -67,7 +67,7 @@ class Snapshots:
 
     # Workers.
 
-    def joined(self, worker: WorkerId, link: Link) -> None:
+    def joined(self, worker: WorkerId, link: FrameLink) -> None:
         self._links[worker] = link
 
     def lost(self, worker: WorkerId) -> None:
@@ -84,7 +84,8 @@ class Snapshots:
 
     def loaded(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
         self._stays[worker, model] = hosting
-        if (worker, model) in self._wanted and not any(other == model for _, other in self._makings):
+        key, node = (worker, model), node_of(worker)
+        if key in self._wanted and not any((node_of(w), m) == (node, model) for w, m in self._makings):
             self._order(worker, model, hosting)
 
     def adapters_deployed(self) -> None:
@@ -93,7 +94,7 @@ class Snapshots:
 
     def removed(self, model: ModelId) -> None:
         self._notes.pop(model, None)
-        self._forget_wish(model)
+        self._wanted = {key for key in self._wanted if key[1] != model}
         self._lacking = {key for key in self._lacking if key[1] != model}
 
     # Facts of workers.
@@ -146,15 +147,15 @@ class Snapshots:
             self._notes.pop(fact.model, None)
         else:
             self._notes[fact.model] = f"no snapshot of `{fact.model}` could be made: {fact.failure}"
-        self._forget_wish(fact.model)
+        self._wanted = {key for key in self._wanted if not _is_same(key, worker, fact.model)}
         making = self._makings.pop((worker, fact.model), None)
         for follower in () if making is None else making.followers:
             follower.put_nowait(fact)
         if fact.failure is None and making is not None:
             # An adapter may have come meanwhile. A snapshot ordered with adapter graphs is not made again.
             lacks_adapters = fact.lacks_adapters and not making.has_adapters
-            if not lacks_adapters:  # other workers find the new one
-                self._lacking = {key for key in self._lacking if key[1] != fact.model}
+            if not lacks_adapters:  # other workers of the node find the new one
+                self._lacking = {key for key in self._lacking if not _is_same(key, worker, fact.model)}
             self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
 
     def _made_late(self, worker: WorkerId, fact: SnapshotMade) -> None:
@@ -228,9 +229,6 @@ class Snapshots:
         if (hosting := self._stays.get((worker, model))) is not None:
             self.loaded(worker, model, hosting)
 
-    def _forget_wish(self, model: ModelId) -> None:
-        self._wanted = {key for key in self._wanted if key[1] != model}
-
     def _order(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
         has_adapters = model in self._bases()
         self._makings[worker, model] = _OrderedSnapshot(has_adapters)
@@ -240,6 +238,11 @@ class Snapshots:
         if (making := self._makings.pop(key, None)) is not None:
             for follower in making.followers:
                 follower.put_nowait(SnapshotMade(key[1], 0, failure=why))
+
+
+def _is_same(key: tuple[WorkerId, ModelId], worker: WorkerId, model: ModelId) -> bool:
+    """True if a snapshot that a worker has made of a model is for `key`, too: nodes keep their own."""
+    return key[1] == model and node_of(key[0]) == node_of(worker)
 
 
 def _log_files_left(collected: asyncio.Future[None]) -> None:

@@ -120,8 +120,8 @@ class ServiceConfig:
     data_dir: str = "~/.hearth"  #: directory for registry, models, chunks and logs
     host: str = "127.0.0.1"  #: address to listen on; addresses beyond localhost require API keys
     port: Annotated[int, Limits(0, 65535)] = 8000  #: port to listen on; 0: any free port
-    #: worker processes; None: one per GPU, or one on the CPU
-    workers: Annotated[int | None, Limits(1, 1024)] = None
+    #: worker processes; None: one per GPU, or one on the CPU; 0: none, on the head of a cluster
+    workers: Annotated[int | None, Limits(0, 1024)] = None
     device: Literal["auto", "cuda", "cpu"] = "auto"  #: auto: GPUs if there are any
     #: device memory per worker for models; None: derived from the device
     memory_bytes: Annotated[int | None, Limits(1 << 20)] = None

@@ -5,7 +5,7 @@
     Join                                      Joined | Refused
     NodeHello                                 NodeWelcome | Refused; then, at any time:
     NodePulse, twice a second                 HeadPulse, for each
-    ChunksHeld, LinksMeasured                 RequestsCame, ForgetModel, LeaveCluster
+    ChunksHeld, LinksMeasured                 RequestsCame, ForgetChunks, LeaveCluster
     AskSources                                Sources
     AskTicket                                 TicketGranted | TicketRefused
     WorkerOpened, on a connection of its own  frames of `core/messages.py`, in both directions
@@ -116,7 +116,7 @@ class HeldChunks(Struct, frozen=True, array_like=True):
 
 
 class ChunksHeld(Struct, frozen=True, tag=True):
-    """What a node has of models, for those that changed since the last message of this kind."""
+    """Tells what a node has of models, for those that changed since the last message of this kind."""
 
     models: tuple[HeldChunks, ...]
 
@@ -139,7 +139,7 @@ class RequestsCame(Struct, frozen=True, tag=True):
     num_by_model: dict[Digest, int]
 
 
-class ForgetModel(Struct, frozen=True, tag=True):
+class ForgetChunks(Struct, frozen=True, tag=True):
     model: Digest
 
 
@@ -203,7 +203,7 @@ FromHead = (
     | NodeWelcome
     | HeadPulse
     | RequestsCame
-    | ForgetModel
+    | ForgetChunks
     | LeaveCluster
     | Sources
     | TicketGranted

@@ -29,6 +29,11 @@ def node_of(worker: WorkerId) -> NodeId:
     return NodeId(node) if slash else LOCAL
 
 
+def name_of(node: str) -> str:
+    """Return the name of a node, without its lives: `gpu-2` for `gpu-2.1`."""
+    return node.partition(".")[0]
+
+
 def where_on_nodes(digest: str) -> str:
     """Return where nodes find a model or an adapter: at each other."""
     return f"hearth://{digest}"

@@ -28,8 +28,8 @@ from hearth.node.agent_socket import answer_keeper
 from hearth.node.channel import Channel, ClusterPort, connect
 from hearth.node.credentials import HEAD, Credentials
 from hearth.node.devices import Devices
-from hearth.node.join import renew
-from hearth.node.link import Link
+from hearth.node.join import renew_if_due
+from hearth.node.link import FrameLink
 from hearth.node.local_node import LocalNode, new_socket_path
 from hearth.node.processes import ErrorFile
 from hearth.node.relay import WorkerRelay
@@ -65,7 +65,7 @@ class Agent:
         self._channel: Channel | None = None  #: None: the head is not reached
         self._node: NodeId | None = None  #: of the present or last life
         self._is_encrypted = True
-        self._relays: dict[Link, WorkerRelay] = {}
+        self._relays: dict[FrameLink, WorkerRelay] = {}
         self._openings: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[messages.Sources | messages.TicketGranted]] = {}
@@ -147,8 +147,7 @@ class Agent:
         )
 
     async def _connect(self) -> Channel:
-        if self._credentials.is_due:
-            self._credentials = await renew(self._credentials)
+        self._credentials = await renew_if_due(self._credentials)
         return await connect(self._host, self._port, self._credentials.client_context(), HEAD)
 
     # One life of the node.
@@ -255,7 +254,7 @@ class Agent:
             match message:
                 case messages.RequestsCame(num_by_model):
                     await self._tell_keeper(lambda local: local.keeper.count_requests(num_by_model))
-                case messages.ForgetModel(model):
+                case messages.ForgetChunks(model):
                     await self._tell_keeper(lambda local: local.keeper.forget(where_on_nodes(model)))
                 case messages.Sources(number) | messages.TicketGranted(number):
                     self._answered(number, message)
@@ -292,6 +291,7 @@ class Agent:
         if self._channel is None:
             raise Unreachable("the head of the cluster is not reached")
         number = next(self._numbers)
+        answered: asyncio.Future[messages.Sources | messages.TicketGranted]
         answered = self._questions[number] = asyncio.get_running_loop().create_future()
         self._channel.send(question(number))
         try:
@@ -320,20 +320,20 @@ class Agent:
 
     # What workers tell.
 
-    def joined(self, link: Link, hello: WorkerHello) -> None:
+    def joined(self, link: FrameLink, hello: WorkerHello) -> None:
         assert self._node is not None, "workers are started by a welcome"
         relay = self._relays[link] = WorkerRelay(link, hello, self._node)
         opening = asyncio.create_task(self._open(link, relay))
         self._openings.add(opening)
         opening.add_done_callback(self._openings.discard)
 
-    def received(self, link: Link, body: bytes) -> None:
+    def received(self, link: FrameLink, body: bytes) -> None:
         self._relays[link].worker_sent(body)
 
-    def left(self, link: Link) -> None:
+    def left(self, link: FrameLink) -> None:
         self._relays.pop(link).worker_left()
 
-    async def _open(self, link: Link, relay: WorkerRelay) -> None:
+    async def _open(self, link: FrameLink, relay: WorkerRelay) -> None:
         try:
             relay.open(await self._connect())
         except (HearthError, OSError) as error:

@@ -195,6 +195,10 @@ class Authority:
                 raise JoinRefused(removed(name))
             return self._enrol(name, csr_pem)
 
+    def names(self) -> list[str]:
+        """Return the names of all members, whether they are up or not."""
+        return sorted(self._members())
+
     def is_member(self, name: str, serial: int) -> bool:
         """False if the node was removed, or if it has a newer certificate."""
         known = self._members().get(name)

@@ -57,7 +57,8 @@ def resolve(service: ServiceConfig) -> Devices:
     found = [] if service.device == "cpu" else gpus()
     obstacle = "torch was built without CUDA" if found and not _torch_has_cuda() else None
     if found and obstacle is None:
-        devices = Devices("cuda", tuple(gpu.index for gpu in found), service.workers or len(found))
+        num_workers = len(found) if service.workers is None else service.workers
+        devices = Devices("cuda", tuple(gpu.index for gpu in found), num_workers)
         for gpu in found[: devices.num_workers]:
             _check_memory(service, devices.num_sharing, gpu.total_bytes, f"CUDA device {gpu.index}")
         return devices
@@ -66,7 +67,7 @@ def resolve(service: ServiceConfig) -> Devices:
         raise DeviceError(f"device `cuda` was asked for, but {reason}; use `cpu` or `auto`")
     if obstacle is not None:
         log.warning("fallback device=cpu reason=`%s`", obstacle)
-    devices = Devices("cpu", (0,), service.workers or 1)
+    devices = Devices("cpu", (0,), 1 if service.workers is None else service.workers)
     _check_memory(service, devices.num_sharing, machine_bytes(), "this machine or its cgroup")
     return devices
 

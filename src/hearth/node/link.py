@@ -28,16 +28,16 @@ log = logging.getLogger(__name__)
 class Receiver(Protocol):
     """Takes what links bring. Called on the event loop."""
 
-    def joined(self, link: Link, hello: WorkerHello) -> None: ...
+    def joined(self, link: FrameLink, hello: WorkerHello) -> None: ...
 
-    def received(self, link: Link, body: bytes) -> None:
+    def received(self, link: FrameLink, body: bytes) -> None:
         """Take a frame. Call `link.consumed(len(body))` when it was handled."""
 
-    def left(self, link: Link) -> None:
+    def left(self, link: FrameLink) -> None:
         """Note the end of a link that joined; called once, after its last frame."""
 
 
-class Link(asyncio.Protocol):
+class FrameLink(asyncio.Protocol):
     """A connection about one worker. Mutable; used on the event loop alone."""
 
     def __init__(self, worker: WorkerId | None, receiver: Receiver) -> None:

@@ -23,7 +23,7 @@ from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.core.node_messages import HeldChunks, LinkSpeed
 from hearth.core.types import LOCAL, Digest, NodeId, WorkerId
 from hearth.node.devices import Devices
-from hearth.node.link import Link, Receiver
+from hearth.node.link import FrameLink, Receiver
 from hearth.node.processes import ErrorFile, Vigilance
 from hearth.node.supervisor import Supervisor
 from hearth.node.tickets import TicketCheck
@@ -169,14 +169,14 @@ class LocalNode:
 
     # What links tell.
 
-    def joined(self, link: Link, hello: WorkerHello) -> None:
+    def joined(self, link: FrameLink, hello: WorkerHello) -> None:
         self.supervisor.joined(link, hello)
         self._receiver.joined(link, hello)
 
-    def received(self, link: Link, body: bytes) -> None:
+    def received(self, link: FrameLink, body: bytes) -> None:
         self._receiver.received(link, body)
 
-    def left(self, link: Link) -> None:
+    def left(self, link: FrameLink) -> None:
         self.supervisor.left(link)
         self._receiver.left(link)
 

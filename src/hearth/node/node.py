@@ -1,4 +1,4 @@
-"""What the head asks of a node, be it its own machine (`local_node.py`) or another (`control/cluster.py`)."""
+"""A node as the head sees it: its own machine (`local_node.py`) or another (`control/cluster.py`)."""
 
 from __future__ import annotations
 

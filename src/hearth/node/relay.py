@@ -10,10 +10,10 @@ from hearth.core.messages import WorkerHello
 from hearth.core.node_messages import WorkerOpened
 from hearth.core.types import NodeId
 from hearth.node.channel import Channel
-from hearth.node.link import Link
+from hearth.node.link import FrameLink
 
 
-def link_over(channel: Channel, link: Link) -> None:
+def link_over(channel: Channel, link: FrameLink) -> None:
     """Let a link take over the connection of a channel. Raises ConnectionResetError if the peer is gone."""
     transport, received = channel.detach()
     transport.set_protocol(link)
@@ -26,7 +26,7 @@ def link_over(channel: Channel, link: Link) -> None:
 class WorkerRelay:
     """The relay of one worker. Mutable; used on the event loop alone."""
 
-    def __init__(self, worker: Link, hello: WorkerHello, node: NodeId) -> None:
+    def __init__(self, worker: FrameLink, hello: WorkerHello, node: NodeId) -> None:
         self._worker, self._hello, self._node = worker, hello, node
         self._early: list[bytes] = []  #: frames of the worker before the connection to the head is open
         self._to_head: _Flow | None = None
@@ -35,7 +35,7 @@ class WorkerRelay:
     def open(self, channel: Channel) -> None:
         """Use a new connection to the head. Raises ConnectionResetError."""
         channel.send(WorkerOpened(self._node, self._hello))
-        head = Link(self._hello.worker, self)
+        head = FrameLink(self._hello.worker, self)
         self._to_head, self._to_worker = _Flow(self._worker, head), _Flow(head, self._worker)
         link_over(channel, head)
         early, self._early = self._early, []
@@ -56,20 +56,20 @@ class WorkerRelay:
 
     # What the link to the head tells.
 
-    def joined(self, link: Link, hello: WorkerHello) -> None:
+    def joined(self, link: FrameLink, hello: WorkerHello) -> None:
         raise AssertionError("the head says no hello")
 
-    def received(self, link: Link, body: bytes) -> None:
+    def received(self, link: FrameLink, body: bytes) -> None:
         assert self._to_worker is not None, "set before the link is connected"
         self._to_worker.relay(body)
 
-    def left(self, link: Link) -> None:
+    def left(self, link: FrameLink) -> None:
         """End the worker, which is of no use without its head."""
         self._worker.abort()
 
 
 class _Flow:
-    def __init__(self, source: Link, sink: Link) -> None:
+    def __init__(self, source: FrameLink, sink: FrameLink) -> None:
         self.source, self.sink = source, sink
         self._unsent_bytes = 0  #: that the source is held back for
         sink.on_drained = self._settle

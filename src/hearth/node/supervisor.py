@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from hearth.core.errors import ConfigError, NoWorkers
 from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
-from hearth.core.types import WorkerId
+from hearth.core.types import WorkerId, name_of
 from hearth.node.keeper_process import KeeperProcess
-from hearth.node.link import Link
+from hearth.node.link import FrameLink
 from hearth.node.processes import ErrorFile, Vigilance, WorkerProcess, run_vital, spawn
 from hearth.node.worker_seat import WorkerSeat, WorkerStatus
 from hearth.node.worker_template import WorkerTemplate
@@ -104,10 +104,10 @@ class Supervisor:
     def expects(self, worker: WorkerId) -> bool:
         return any(seat.worker == worker and seat.can_join for seat in self.seats)
 
-    def joined(self, link: Link, hello: WorkerHello) -> None:
+    def joined(self, link: FrameLink, hello: WorkerHello) -> None:
         next(seat for seat in self.seats if seat.worker == hello.worker).joined(link, hello)
 
-    def left(self, link: Link) -> None:
+    def left(self, link: FrameLink) -> None:
         for seat in self.seats:
             if seat.worker == link.worker:
                 seat.left()
@@ -142,7 +142,7 @@ class Supervisor:
 
 def seat_of(worker: WorkerId) -> str:
     """Return the name of a worker without lives: `gpu-2/w0` for `gpu-2.1/w0.3`."""
-    return "/".join(part.partition(".")[0] for part in worker.split("/"))
+    return "/".join(map(name_of, worker.split("/")))
 
 
 def seat_index(worker: WorkerId) -> int:

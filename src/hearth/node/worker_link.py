@@ -10,12 +10,12 @@ from hearth.core import wire
 from hearth.core.errors import ServiceError
 from hearth.core.messages import VERSION, Challenge, WorkerHello
 from hearth.core.types import WorkerId
-from hearth.node.link import Link, Receiver
+from hearth.node.link import FrameLink, Receiver
 
 GREETING_S = 10.0
 
 
-class WorkerLink(Link):
+class WorkerLink(FrameLink):
     """Mutable; used on the event loop alone."""
 
     def __init__(self, secret: bytes, expects: Callable[[WorkerId], bool], receiver: Receiver) -> None:

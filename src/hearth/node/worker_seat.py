@@ -32,7 +32,7 @@ from hearth.core.errors import ConfigError
 from hearth.core.messages import Ping, Shutdown, WorkerHello, WorkerSetup
 from hearth.core.types import WorkerId
 from hearth.node import processes
-from hearth.node.link import Link
+from hearth.node.link import FrameLink
 from hearth.node.processes import Vigilance, WorkerEnding, WorkerProcess
 from hearth.policy.fleet.liveness import Silence
 from hearth.system.cpus import queued_s
@@ -58,7 +58,7 @@ class Starting:
 class Running:
     process: WorkerProcess
     beacon: Beacon
-    link: Link
+    link: FrameLink
     hello: WorkerHello
 
 
@@ -67,7 +67,7 @@ class Killed:
     """A process that was stuck: it did not start in time, or hung. It is not gone yet."""
 
     process: WorkerProcess
-    link: Link | None
+    link: FrameLink | None
     reason: str
 
 
@@ -171,7 +171,7 @@ class WorkerSeat:
 
     # What its link tells.
 
-    def joined(self, link: Link, hello: WorkerHello) -> None:
+    def joined(self, link: FrameLink, hello: WorkerHello) -> None:
         state = self.state
         assert isinstance(state, Starting), f"{hello.worker=} was not expected"
         self.state = Running(state.process, state.beacon, link, hello)

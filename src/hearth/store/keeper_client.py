@@ -74,9 +74,9 @@ class KeeperClient:
             case other:
                 raise self._failure(other)
 
-    async def count_requests(self, num_by_digest: Mapping[str, int]) -> None:
+    async def count_requests(self, num_by_digest: Mapping[Digest, int]) -> None:
         """Tell how many requests have come for models since the last call. Raises StoreError as `count`."""
-        models = tuple(ModelRequests(Digest(digest), num) for digest, num in num_by_digest.items())
+        models = tuple(ModelRequests(digest, num) for digest, num in num_by_digest.items())
         match await self._ask(CountRequests(models)):
             case RequestsCounted():
                 return

@@ -17,7 +17,7 @@ from hearth.core.config import EngineConfig, ModelConfig
 from hearth.core.errors import ConfigError, UnknownModel, UnsupportedModel
 from hearth.core.messages import PrepareModel
 from hearth.core.sizes import StepLimits, StepSize, workspace_bytes
-from hearth.core.types import LOCAL, Hold, ModelId, WorkerId
+from hearth.core.types import LOCAL, Hold, ModelId, NodeId, WorkerId
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import LoadModel
 from hearth.policy.fleet.footprint import fixed_bytes_of
@@ -263,3 +263,26 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused_with_the_reason(
     assert known.adapters() == []
     known.refresh()
     assert len([one for one in caplog.records if "adapter_unfit" in one.getMessage()]) == 1
+
+
+def test_a_model_has_a_footprint_for_every_kind_of_device_in_the_cluster(registry: Registry) -> None:
+    mixed = catalog(registry, FITTING_BYTES)
+    (changed,) = mixed.fit("cpu", 100 << 30)
+    assert set(changed.profile.footprints) == {"cuda", "cpu"}
+    assert changed.max_context == catalog(registry, FITTING_BYTES).find(BIG).max_context
+    assert changed.limits == changed.limits_by_kind["cuda"] != changed.limits_by_kind["cpu"]
+    worker = WorkerId("gpu-2/w0")
+    order = mixed.host_order(LoadModel(ModelId(BIG), worker, 1, 2), 1, "cpu")
+    assert (order.where, order.limits) == ("hearth://digest", changed.limits_by_kind["cpu"])
+    (prepared,) = mixed.prepare_orders(NodeId("gpu-2"), "cpu")
+    assert prepared.where == "hearth://digest"
+    assert mixed.places() == {"digest": "/models/big"}
+
+
+def test_a_head_without_workers_takes_the_first_kind_that_joins(registry: Registry) -> None:
+    served = Catalog(registry, {}, ENGINE, 300.0, kind=None)
+    assert served.kind == "cpu"
+    served.fit("cuda", TIGHT_BYTES)
+    assert served.kind == "cuda"
+    assert set(served.find(BIG).profile.footprints) == {"cuda"}
+    assert served.find(BIG).max_context < LARGE.max_positions

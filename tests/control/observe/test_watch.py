@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from hearth.control.datadir import DataDir
@@ -32,7 +32,7 @@ class Family:
 def touch_all(metrics: Metrics) -> None:
     """Have every metric show all of its labels."""
     for counter in vars(metrics).values():
-        if isinstance(counter, Counter) and counter._labelnames:
+        if isinstance(counter, Counter | Gauge) and counter._labelnames:
             counter.labels(*counter._labelnames).inc()
     series = metrics.models.take("tiny")
     for counts in (series.requests, series.turns, series.loads):

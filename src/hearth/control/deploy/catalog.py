@@ -56,7 +56,7 @@ class CatalogEntry:
 
     @property
     def limits(self) -> StepLimits:
-        """Those of the kind of device that the context was fitted to."""
+        """The limits on the kind of device that the context was fitted to."""
         return next(iter(self.limits_by_kind.values()))
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hearth.control.observe.load_log import LoadLog
+from hearth.control.observe.load_log import LoadLog, place_of
 from hearth.control.observe.timeline import MIN_WAIT_S, Timeline, TurnWait, adapter_bytes
 from hearth.control.observe.views import Explanation, RungView, TimelineMark, TimelineSpan
 
@@ -33,7 +33,7 @@ def explain(timeline: Timeline, now_s: float) -> Explanation:
         shared_bytes=0 if loaded is None else loaded.shared_bytes,
         rungs=()
         if loaded is None
-        else tuple(RungView(use.rung, use.num_bytes, use.seconds) for use in loaded.rungs),
+        else tuple(RungView(use.rung, use.num_bytes, use.seconds, use.source) for use in loaded.rungs),
         num_preemptions=timeline.num_preemptions,
         num_resumes=max(0, len(timeline.stays) - 1),
         num_pauses=timeline.num_pauses,
@@ -119,7 +119,7 @@ def _load_spans(timeline: Timeline, load: LoadLog, end_s: float) -> list[Timelin
     copying_s = min(found_s + loaded.place_s, end_s)
     copied_s = min(copying_s + loaded.total_s, end_s)
     kernels_s = max(copying_s, assembled_s - loaded.kernels_s)
-    gigabytes = [f"{use.num_bytes / 1e9:.3f} GB from {use.rung}" for use in loaded.rungs]
+    gigabytes = [f"{use.num_bytes / 1e9:.3f} GB from {place_of(use)}" for use in loaded.rungs]
     if loaded.shared_bytes:
         gigabytes.append(f"{loaded.shared_bytes / 1e9:.3f} GB that another load was reading")
     if loaded.reused_bytes:

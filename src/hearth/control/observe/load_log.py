@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from hearth.core.messages import ModelLoaded
+from hearth.core.messages import ModelLoaded, RungBytes
 from hearth.core.types import ModelId, Rung, WorkerId
 
 #: The tier of a load that read no bytes.
 ON_DEVICE = "device"
+
+
+def place_of(use: RungBytes) -> str:
+    """Return where bytes came from, for people."""
+    return f"{use.rung} {use.source}" if use.source else str(use.rung)
 
 
 def slowest_tier(rungs: Iterable[Rung]) -> str:

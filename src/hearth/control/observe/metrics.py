@@ -95,6 +95,9 @@ class Metrics:
         )
         self.registry.register(histograms)
         self.rung_bytes = self._counter("hearth_loaded_bytes", "Bytes of weights loaded.", "tier")
+        self.peer_bytes = self._counter(
+            "hearth_peer_bytes", "Bytes of weights that nodes have sent to others.", "source", "node"
+        )
         self.reused_bytes = self._counter(
             "hearth_reused_bytes", "Bytes of weights found on the device when a model was loaded."
         )

@@ -20,7 +20,7 @@ from hearth.control.observe.views import Explanation
 from hearth.control.requests.active_request import ActiveRequest
 from hearth.control.requests.caller import Caller
 from hearth.core.messages import AdapterLoaded, LoadProgress, ModelLoaded, Pong, StepDone
-from hearth.core.types import FinishReason, ModelId, RequestId, WorkerId
+from hearth.core.types import FinishReason, ModelId, RequestId, WorkerId, name_of, node_of
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
 
@@ -191,6 +191,10 @@ class Observer:
             load.succeed(now_s, loaded)
             self._loads.mark_whole(worker, loaded.model)
         self._metrics.reused_bytes.inc(loaded.reused_bytes)
+        for use in loaded.rungs:
+            if use.source:
+                names = name_of(use.source), name_of(node_of(worker))
+                self._metrics.peer_bytes.labels(*names).inc(use.num_bytes)
         if loaded.is_widened:
             self._metrics.fallbacks.labels("float32").inc()
 

@@ -15,7 +15,7 @@ from hearth.control.observe.pool_views import pool_parts
 from hearth.control.observe.views import PoolView
 from hearth.core.messages import Ping, Pong
 from hearth.core.types import WorkerId
-from hearth.node.link import Link
+from hearth.node.link import FrameLink
 from hearth.node.supervisor import seat_of
 
 #: Pings from this number on ask for a view; the supervisor counts its own from 1.
@@ -46,7 +46,7 @@ class PoolReports:
     """The last report of each worker. Mutable; used on the event loop alone."""
 
     def __init__(self) -> None:
-        self._links: dict[WorkerId, Link] = {}
+        self._links: dict[WorkerId, FrameLink] = {}
         self._reports: dict[WorkerId, _Report] = {}
         self._numbers = itertools.count(FIRST_LOOK)
         #: Done when a worker has answered the ping of that number, or is gone.
@@ -60,7 +60,7 @@ class PoolReports:
     def pongs(self) -> Mapping[WorkerId, Pong]:
         return {worker: report.pong for worker, report in self._reports.items()}
 
-    def joined(self, worker: WorkerId, link: Link) -> None:
+    def joined(self, worker: WorkerId, link: FrameLink) -> None:
         self._links[worker] = link
 
     def received(self, worker: WorkerId, pong: Pong, now_s: float) -> None:

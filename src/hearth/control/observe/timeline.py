@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hearth.control.observe.load_log import ON_DEVICE, LoadLog, slowest_tier
+from hearth.control.observe.load_log import ON_DEVICE, LoadLog, place_of, slowest_tier
 from hearth.control.requests.caller import Caller, GroupId
 from hearth.control.requests.correlation import UNNAMED, Correlation
 from hearth.core.messages import AdapterLoaded
@@ -212,6 +212,6 @@ class Timelines:
 
 
 def adapter_bytes(loaded: AdapterLoaded) -> str:
-    megabytes = [f"{use.num_bytes / 1e6:.1f} MB from {use.rung}" for use in loaded.rungs]
+    megabytes = [f"{use.num_bytes / 1e6:.1f} MB from {place_of(use)}" for use in loaded.rungs]
     waited = [f"after {loaded.wait_s:.3f} s until it had room"] if loaded.wait_s >= MIN_WAIT_S else []
     return ", ".join([*megabytes, *waited])

@@ -195,6 +195,7 @@ class RungView:
     rung: Rung
     num_bytes: int
     seconds: float
+    source: str = ""  #: the node that sent them; empty: the worker's own, or object storage
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from hearth.control.requests.late_text import LateText, TokenRow
 from hearth.core import wire
 from hearth.core.errors import ServiceError
 from hearth.core.messages import Fact, HostingFailed, RunFailed, StepDone
-from hearth.node.link import Link
+from hearth.node.link import FrameLink
 from hearth.system.crash import end_process, frames_of
 
 #: A request is late if its tokens take longer on average, of this thread's time; most take a hundredth.
@@ -54,7 +54,7 @@ class DecodedTexts:
 
 @dataclass(frozen=True, slots=True)
 class DecodedFact:
-    link: Link
+    link: FrameLink
     num_bytes: int
     fact: Fact | None  #: None: nothing follows, the connection has ended
     texts: DecodedTexts = field(default_factory=DecodedTexts)
@@ -62,7 +62,7 @@ class DecodedFact:
 
 @dataclass(frozen=True, slots=True)
 class DecodedLate:
-    link: Link
+    link: FrameLink
     texts: DecodedTexts
 
 
@@ -78,18 +78,18 @@ class FactDecoder:
     ) -> None:
         """`runs`: requests by run, only read here. `clock_s` returns how long this thread has worked."""
         self._loop, self._runs, self._deliver, self._clock_s = loop, runs, deliver, clock_s
-        self._inbox: SimpleQueue[tuple[Link, bytes | None] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[FrameLink, bytes | None] | None] = SimpleQueue()
         #: Undecoded frames by link; the next link comes first. The thread's own.
-        self._frames: dict[Link, deque[bytes | None]] = {}
+        self._frames: dict[FrameLink, deque[bytes | None]] = {}
         self._late = LateText()  #: the thread's own
         self._is_closed = False  #: read and written on the event loop
         self._thread = threading.Thread(target=self._run, name="hearth-text", daemon=True)
         self._thread.start()
 
-    def decode(self, link: Link, body: bytes) -> None:
+    def decode(self, link: FrameLink, body: bytes) -> None:
         self._inbox.put((link, body))
 
-    def left(self, link: Link) -> None:
+    def left(self, link: FrameLink) -> None:
         """Deliver the end of a connection after all its facts."""
         self._inbox.put((link, None))
 
@@ -126,7 +126,7 @@ class FactDecoder:
         if decoded is not None:
             self._on_loop(partial(self._deliver, decoded))
 
-    def _decoded(self, link: Link, body: bytes | None) -> DecodedFact | None:
+    def _decoded(self, link: FrameLink, body: bytes | None) -> DecodedFact | None:
         if body is None:
             self._late.drop(link)
             return DecodedFact(link, 0, None)
@@ -145,7 +145,7 @@ class FactDecoder:
             return None
         return decoded
 
-    def _add_texts(self, link: Link, step: StepDone, texts: DecodedTexts) -> None:
+    def _add_texts(self, link: FrameLink, step: StepDone, texts: DecodedTexts) -> None:
         logprobs = [None] * len(step.runs) if step.logprobs is None else step.logprobs
         # Check all rows before the first text: an emitted token must be delivered.
         rows = list(zip(step.runs, step.tokens, logprobs, strict=True))

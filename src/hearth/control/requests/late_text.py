@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hearth.control.requests.active_request import ActiveRequest
 from hearth.core.types import FinishReason, ModelId, TokenLogprobs
-from hearth.node.link import Link
+from hearth.node.link import FrameLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,14 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class _LateRun:
-    link: Link
+    link: FrameLink
     model: ModelId
     rows: deque[TokenRow] = field(default_factory=deque)  #: never empty
 
 
 @dataclass(frozen=True, slots=True)
 class LateRow:
-    link: Link
+    link: FrameLink
     row: TokenRow
 
 
@@ -43,7 +43,7 @@ class LateText:
     def has(self, run: int) -> bool:
         return run in self._runs
 
-    def add(self, link: Link, run: int, row: TokenRow) -> None:
+    def add(self, link: FrameLink, run: int, row: TokenRow) -> None:
         self._runs.setdefault(run, _LateRun(link, row.request.model)).rows.append(row)
 
     def next(self) -> LateRow | None:
@@ -59,7 +59,7 @@ class LateText:
     def drop_run(self, run: int) -> None:
         self._runs.pop(run, None)
 
-    def drop(self, link: Link, model: ModelId | None = None) -> None:
+    def drop(self, link: FrameLink, model: ModelId | None = None) -> None:
         for run, line in list(self._runs.items()):
             if line.link is link and model in (None, line.model):
                 del self._runs[run]
