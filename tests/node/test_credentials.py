@@ -117,7 +117,7 @@ def test_a_removed_member_cannot_renew_and_its_name_is_free(authority: Authority
     authority.remove("gpu-1")
 
     assert not authority.is_member("gpu-1", serial)
-    with pytest.raises(JoinRefused, match="no longer a node of the cluster; to join again"):
+    with pytest.raises(JoinRefused, match="no longer a node of the cluster; to join"):
         authority.renew("gpu-1", old.request())
     new = member(authority, tmp_path / "b", "gpu-1")
     assert authority.is_member("gpu-1", new._certificate.serial_number)

@@ -192,7 +192,7 @@ class Authority:
         """Return a new certificate for a member that has shown one of its own. Raises JoinRefused."""
         with self._changing():
             if name not in self._members():
-                raise JoinRefused(removed(name))
+                raise JoinRefused(not_a_member(name))
             return self._enrol(name, csr_pem)
 
     def names(self) -> list[str]:
@@ -365,10 +365,12 @@ def check_node_name(name: str) -> None:
         raise JoinRefused(f"`{name}` is the name of the head; choose another with `--name`")
 
 
-def removed(name: str) -> str:
+def not_a_member(name: str | None) -> str:
+    """Say so to the node of that name, or to a machine without one."""
+    who = "this machine is not" if name is None else f"`{name}` is no longer"
     return (
-        f"`{name}` is no longer a node of the cluster; to join again, make a token on the head with "
-        "`hearth cluster token` and run `hearth join HEAD:PORT --token TOKEN`"
+        f"{who} a node of the cluster; to join, make a token on the head with `hearth cluster token` and run "
+        "`hearth join HEAD:PORT --token TOKEN` here"
     )
 
 
