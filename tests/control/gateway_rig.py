@@ -49,9 +49,8 @@ WORKER = WorkerId("w0")
 class RecordingLink:
     """A worker's link that keeps what is sent."""
 
-    worker = WORKER
-
-    def __init__(self) -> None:
+    def __init__(self, worker: WorkerId = WORKER) -> None:
+        self.worker = worker
         self.orders: list[Order] = []
         self.beacon = Beacon()
         self.why_killed: str | None = None
@@ -120,11 +119,13 @@ class GatewayRig:
             await self.gateway.prepare(wanted, self.gateway.admissions.admit(caller)), correlation
         )
 
-    def join(self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu") -> RecordingLink:
-        link = RecordingLink()
+    def join(
+        self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu", worker: WorkerId = WORKER
+    ) -> RecordingLink:
+        link = RecordingLink(worker)
         for entry in self.catalog.fit(kind, budget_bytes):
             self.driver.post(ModelDeployed(self.driver.now_s, entry.profile))
-        self.driver.joined(link, WorkerHello(1, WORKER, b"", b"", 1, kind, "a device", budget_bytes, False))  # type: ignore[arg-type] # as much of a link as is needed
+        self.driver.joined(link, WorkerHello(1, worker, b"", b"", 1, kind, "a device", budget_bytes, False))  # type: ignore[arg-type] # as much of a link as is needed
         return link
 
     def receive(self, link: RecordingLink, fact: Fact | None) -> None:

@@ -483,10 +483,14 @@ def test_a_request_for_an_adapter_goes_to_its_base_and_on_with_it_elsewhere(
         assert metric(rig, 'hearth_prompt_tokens_total{model="tiny"}') > 0, "no label per adapter"
 
         rig.receive(link, None)
-        successor = rig.join()
+        successor = rig.join(worker=WorkerId("gpu-2/w0"))
         loaded(rig, successor)
         (resumed,) = start_orders(successor)
-        assert (resumed.adapter, resumed.output) == (order.adapter, (5,))
+        place = f"hearth://{'ab' * 32}"  # other nodes do not have this machine's directories
+        assert resumed.adapter == AdapterOrder(AdapterId("ab" * 32), "shop", place)
+        assert resumed.output == (5,)
+        (hosted,) = (order for order in successor.orders if isinstance(order, HostModel))
+        assert hosted.where == f"hearth://{deployed.digest}"
         with pytest.raises(
             RequestError, match="`shop` is an adapter of `tiny` and is evicted before any model"
         ):

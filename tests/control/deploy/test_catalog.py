@@ -266,11 +266,13 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused_with_the_reason(
 
 
 def test_a_model_has_a_footprint_for_every_kind_of_device_in_the_cluster(registry: Registry) -> None:
-    mixed = catalog(registry, FITTING_BYTES)
+    mixed = catalog(registry, FITTING_BYTES, EngineConfig())
+    before = mixed.find(BIG)
     (changed,) = mixed.fit("cpu", 100 << 30)
     assert set(changed.profile.footprints) == {"cuda", "cpu"}
-    assert changed.max_context == catalog(registry, FITTING_BYTES).find(BIG).max_context
-    assert changed.limits == changed.limits_by_kind["cuda"] != changed.limits_by_kind["cpu"]
+    assert (changed.max_context, changed.limits) == (before.max_context, before.limits)
+    assert changed.limits == changed.limits_by_kind["cuda"]
+    assert changed.limits_by_kind["cpu"] != changed.limits
     worker = WorkerId("gpu-2/w0")
     order = mixed.host_order(LoadModel(ModelId(BIG), worker, 1, 2), 1, "cpu")
     assert (order.where, order.limits) == ("hearth://digest", changed.limits_by_kind["cpu"])
