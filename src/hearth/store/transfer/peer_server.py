@@ -42,6 +42,7 @@ MAX_CONNECTIONS = 256
 #: still being read.
 STALL_S = 10.0
 IDLE_S = 60.0
+HAND_OVER_S = 1.0
 #: A write of TLS has one limit of time, so it must not be long.
 PIECE_BYTES = 1 << 20
 _PLAIN, _ENCRYPTED = b"P", b"T"
@@ -56,7 +57,7 @@ def hand_over(path: Path, connection: socket.socket, *, is_encrypted: bool) -> N
     The caller closes its own copy. Raises OSError.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as keeper:
-        keeper.settimeout(STALL_S)
+        set_patience(keeper, HAND_OVER_S)
         keeper.connect(str(path))
         socket.send_fds(keeper, [_ENCRYPTED if is_encrypted else _PLAIN], [connection.fileno()])
 

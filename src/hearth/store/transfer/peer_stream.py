@@ -92,7 +92,7 @@ class AgentClient:
     def _ask(self, question: dict[str, str], answer: type[T]) -> T:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(ANSWER_S)
+                set_patience(connection, ANSWER_S)  # it blocks: else it would fail while the agent is busy
                 connection.connect(str(self._path))
                 connection.sendall(msgspec.json.encode(question) + b"\n")
                 with connection.makefile("rb") as lines:
