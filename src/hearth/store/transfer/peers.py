@@ -62,7 +62,7 @@ class Patience:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """What is known of another node. Mutable; guarded by the lock of `Peers`."""
+    """Another node, as far as it is known. Mutable; guarded by the lock of `Peers`."""
 
     name: NodeId
     rate: RunningRate = field(default_factory=RunningRate)
