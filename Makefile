@@ -18,8 +18,9 @@ CODE := src tests bench scripts/tables scripts/reference
 ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
 NOT_ON_GPU := tests/api tests/cli tests/control tests/node tests/service tests/engine/test_guide.py
-# Folders whose tests start no process and load no large model.
-FAST := $(addprefix tests/,core policy models memory text sim snapshot control/requests control/keys control/observe)
+# Folders in which most tests start no process; those that do are marked `e2e`.
+FAST := $(addprefix tests/,api bench/fleet control core engine kernels memory models policy sim snapshot store system \
+                           text worker)
 # Processes for the tests: one more than the cores of a small machine, for services make tests wait.
 TESTERS ?= 3
 # Types are checked beside the tests; what was said about them is shown after these.
@@ -74,8 +75,9 @@ test: style ## format check, lint, types and all CPU tests: what CI runs
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder; tested=$$?; \
 	wait $$types || { cat $(TYPES); exit 1; }; exit $$tested
 
-test-fast: $(READY) ## tests that start no process, without the slow ones: a minute
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow and not e2e" $(FAST)
+test-fast: $(READY) ## one case of each test that starts no process and is not slow: a minute
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile fast \
+	  -m "not gpu and not slow and not e2e" $(FAST)
 
 check: style types arrows ## the fast part: format check, lint, types, import arrows
 

@@ -30,8 +30,11 @@ sys.dont_write_bytecode = False
 
 # However slow the machine is, for others may use it too.
 _UNCHECKED = [hypothesis.HealthCheck.too_slow]
-hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=_UNCHECKED, max_examples=60)
+hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=_UNCHECKED, max_examples=40)
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True)
+#: Of `make test-fast`, which also runs only one case of each parametrised test.
+FAST = "fast"
+hypothesis.settings.register_profile(FAST, hypothesis.settings.get_profile("dev"), max_examples=10)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 TESTS = Path(__file__).parent
@@ -43,7 +46,7 @@ OTHER_SERVICES = {
     "test_states.py": "crowded",
 }
 #: Folders of files that take half a minute, without a test that takes long.
-LONG_FOLDERS = ("tests/worker/", "tests/engine/", "tests/kernels/")
+LONG_FOLDERS = ("tests/worker/", "tests/engine/", "tests/kernels/", "tests/store/")
 #: A test file that imports more modules while it runs has brought in a large package.
 MANY_MODULES = 100
 
@@ -117,8 +120,11 @@ def _compiled_once() -> Iterator[None]:
         os.close(lock)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # so that cases for a GPU are gone
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put files that take long first, so that no process is left with one when the others are done."""
+    if config.getoption("--hypothesis-profile") == FAST:
+        _keep_first_cases(config, items)
 
     def file_of(item: pytest.Item) -> str:
         return item.nodeid.partition("::")[0]
@@ -126,6 +132,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marks = {"slow", "e2e"}
     long = {file_of(item) for item in items if any(mark.name in marks for mark in item.iter_markers())}
     items.sort(key=lambda item: (file_of(item) not in long, not item.nodeid.startswith(LONG_FOLDERS)))
+
+
+def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    kept = set(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = first.values()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -120,8 +120,9 @@ def definitions(package: Path) -> Iterator[tuple[Path, Documented]]:
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Return all nodes of a file, which several checks look at."""
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    """Return the imports and definitions of a file, which several checks look at."""
+    found = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node for node in found if isinstance(node, ast.Import | ast.ImportFrom | Documented)]
 
 
 def plant(package: Path, name: str, code: str) -> Path:

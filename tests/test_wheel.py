@@ -111,4 +111,5 @@ def test_the_installed_command_serves_and_answers(environment: Path, data_dir: P
 
     assert shown.returncode == 0, shown.stderr
     assert f"> {demo.QUESTION}\n" in shown.stdout
-    assert "first_token" in shown.stdout
+    for word in ("load", "prefill", "decode", "first_token", "█"):
+        assert word in shown.stdout

@@ -317,9 +317,9 @@ class Beside:
 
     def nodes_only(self) -> None:
         """Make all nodes and edges, and nothing executable of them."""
-        calls = (ctypes.c_void_p * len(CALLS))(*map(self._driver.address, CALLS))
+        calls = (ctypes.c_void_p * len(CALLS))(*map(self._driver.driver.address, CALLS))
         calls[CALLS.index("cuGraphInstantiateWithFlags")] = self._nothing
-        context = self._driver.enter_context()
+        context = self._driver.driver.enter_context()
         for one in self._packed:
             data, result = np.frombuffer(one.data, np.uint8), _Rebuilt()
             with self._ring.span("nodes"):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.fleet.worker import SimulatedReplica, SimulatedWorker
-from hearth.core.types import ModelId, RequestId, WorkerId
+from hearth.core.types import ModelId, NodeId, RequestId, WorkerId
 from hearth.policy.fleet.events import (
     Action,
     CancelRun,
@@ -23,6 +23,7 @@ from hearth.policy.fleet.events import (
     ModelFailed,
     ModelReady,
     ModelRemoved,
+    NodeDraining,
     Reject,
     RequestArrived,
     RequestCancelled,
@@ -57,6 +58,8 @@ class SimulatedCluster:
     def __init__(self, brain: Brain, *, takes_turns: bool = False) -> None:
         self._brain, self._takes_turns = brain, takes_turns
         self.workers: dict[WorkerId, SimulatedWorker] = {}
+        self._nodes: dict[WorkerId, NodeId] = {}
+        self._once_drained: set[NodeId] = set()
         self.profiles: dict[ModelId, ModelProfile] = {}
         #: By model: how many different versions were deployed.
         self.versions: dict[ModelId, int] = {}
@@ -82,14 +85,15 @@ class SimulatedCluster:
     def check(self) -> None:
         """Raise AssertionError if a worker's books are wrong, or a version of a model loads twice at a time.
 
-        A load that nobody waits for may be about to give way, and does not count. Walks over everything: for
-        tests.
+        A load without requests may be about to give way, and one on a node that was drained may end in vain:
+        neither counts. Walks over everything: for tests.
         """
         loading: set[ModelId] = set()
         for worker in self.workers.values():
             worker.check()
             for model, replica in worker.replicas.items():
                 is_loading = not replica.is_ready and bool(replica.running)
+                is_loading &= self._nodes[worker.name] not in self._once_drained
                 if is_loading and replica.version == self.versions[model]:
                     assert model not in loading, f"loaded twice at a time: `{model}`"
                     loading.add(model)
@@ -105,7 +109,10 @@ class SimulatedCluster:
                 self._deploy(profile)
             case ModelRemoved(_, model):
                 self.profiles.pop(model, None)
-            case WorkerJoined(_, name, kind, budget_bytes, shares_workspace):
+            case NodeDraining(_, node):
+                self._once_drained.add(node)
+            case WorkerJoined(_, name, kind, budget_bytes, shares_workspace, node):
+                self._nodes[name] = node
                 self.workers[name] = SimulatedWorker(
                     name,
                     kind,

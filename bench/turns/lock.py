@@ -151,9 +151,9 @@ class _Rig:
         space = pool.place(name, shape)
         news: SimpleQueue[LoadNews] = SimpleQueue()
         lease = Lease(self._lease_client, self._model, missing_chunks(manifest, space.gaps), is_prefetch=True)
-        lease.begin()
-        mapping = PageMapping(partial(pool.prepare, name), space.parts, self._loader.threads)
-        transfer = WeightsTransfer(lease, manifest, space, manifest.layout, mapping, self._loader, news.put)
+        map_pages = partial(PageMapping, partial(pool.prepare, name), space.parts, self._loader.threads)
+        transfer = WeightsTransfer(lease, manifest, space, manifest.layout, map_pages, self._loader, news.put)
+        transfer.start()
         while not isinstance(heard := news.get(timeout=PATIENCE_S), WeightsLoaded):
             if isinstance(heard, ModelBroken):
                 raise RuntimeError(f"the load broke: {heard.failure.reason}")

@@ -135,7 +135,7 @@ class SimulatedArm:
 
     @property
     def _moved_bytes(self) -> int:
-        return sum(worker.bytes_moved for worker in self._service.workers.values())
+        return sum(worker.loads.bytes_moved for worker in self._service.workers.values())
 
     def _outcomes(
         self, answers: Sequence[SimulatedAnswer], begin_s: float, cutoff_s: float, late_s: Sequence[float]

@@ -22,6 +22,8 @@ from hearth.api.protocol import MAX_HEAD_BYTES, LimitedConfig, LimitedProtocol
 from tests.api.conftest import app_of
 from tests.api.fake import FakeGateway, FakeKeys, tokens_of
 
+pytestmark = pytest.mark.slow
+
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 KEY = b"authorization: Bearer user-key\r\n"
 HEARTBEAT_S = 0.02

@@ -13,7 +13,7 @@ import msgspec
 import openai
 import pytest
 from fastapi import FastAPI
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage
 
@@ -222,7 +222,6 @@ def test_a_failure_in_mid_stream_is_told_and_raised(api: Api, gateway: FakeGatew
 TEXTS = st.lists(st.sampled_from(["", "Hi", " there", "\n", "é", "<tool", "_call>", CALL, "{}"]), max_size=24)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     texts=TEXTS,
     cuts=st.lists(st.integers(1, 12), max_size=8),
@@ -532,7 +531,6 @@ BODIES = st.dictionaries(
 
 
 def test_no_body_makes_the_api_fail(api: Api) -> None:
-    @settings(deadline=None, max_examples=100)
     @given(BODIES)
     def check(fields: dict[str, object]) -> None:
         answer = api.create(**fields)

@@ -198,7 +198,7 @@ def test_a_snapshot_can_be_read_after_a_class_has_moved(
 
 def test_a_snapshot_whose_records_do_not_belong_together_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    rotated(path, 1, max_bytes=60_000)
+    rotated(path, 3, max_bytes=60_000)
     header, *events = path.read_text().splitlines(keepends=True)
     changed = json.loads(header)
     changed["fleet"]["replicas"][0]["worker"] = "nowhere"
@@ -230,7 +230,8 @@ def test_a_damaged_line_is_named(tmp_path: Path, damaged: str, why: str) -> None
 #: and its fields, or its values if it is an enumeration.
 FORMAT = {
     "BrainConfig": (
-        "max_queue patience_s max_drain_s takes_turns max_resumes queue_weight load_weight packing_s priors"
+        "max_queue patience_s max_drain_s takes_turns max_resumes queue_weight load_weight packing_s "
+        "spread_s priors"
     ),
     "CancelRun": "request_id worker",
     "Demand": "history_by_model",
@@ -239,11 +240,11 @@ FORMAT = {
     "Dispatch": "request_id model worker why waited_s options",
     "DrainState": "model worker began_s victims gone",
     "End": "done failed stopped",
-    "Estimates": "reload mean_run_s run_s_by_model",
+    "Estimates": "reload mean_run_s run_s_by_model links",
     "Evict": "model worker cost_s is_freed",
     "FleetState": (
-        "now_s step_number num_added most_workers next_number timer_s kept_until_s estimates resting "
-        "kinds workers adapters models replicas drains unplaced refused_pins"
+        "now_s step_number num_added most_by_node next_number timer_s kept_until_s estimates resting "
+        "draining kinds workers adapters models replicas drains unplaced refused_pins"
     ),
     "Footprint": "fixed_bytes min_kv_bytes max_kv_bytes workspace_bytes tables_bytes sink_bytes max_seqs",
     "Hold": "0 1 2 3 4",
@@ -252,7 +253,8 @@ FORMAT = {
     "LoadModel": "model worker kv_floor_bytes max_kv_bytes promise",
     "LoadProgressed": "now_s worker model num_bytes",
     "Model": (
-        "name profile named_keep_alive_s is_stopped num_deadly_loads failure bytes_by_rung resident_bytes"
+        "name profile named_keep_alive_s is_stopped num_deadly_loads failure residency largest_holders "
+        "resident_bytes"
     ),
     "ModelDeployed": "now_s profile",
     "ModelFailed": "now_s worker model reason",
@@ -268,9 +270,9 @@ FORMAT = {
     "RejectReason": "load_failed model_removed never_fits pinned_out queue_full unknown_model workers_lost",
     "ReloadCosts": "priors demand rates",
     "Replica": (
-        "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s "
-        "has_served is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin "
-        "is_pin_refused notified_hold"
+        "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s has_served "
+        "is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin is_pin_refused "
+        "notified_hold"
     ),
     "ReplicaState": "model worker facts running",
     "Request": (
@@ -282,8 +284,8 @@ FORMAT = {
     ),
     "RequestCancelled": "now_s request_id",
     "RequestFinished": "now_s request_id num_output_tokens how",
-    "ResidencyReported": "now_s model bytes_by_rung",
-    "Rung": "disk host object",
+    "ResidencyReported": "now_s model bytes_by_rung node",
+    "Rung": "disk host object peer",
     "RungUse": "rung num_bytes seconds",
     "RunningRate": "num_bytes seconds",
     "SetHold": "model worker hold",
@@ -295,8 +297,12 @@ FORMAT = {
     "TurnEnded": "now_s worker model why",
     "WantedAdapter": "adapter num_bytes",
     "Why": "evicted free_room loading resident turns waited",
-    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace",
-    "WorkerLost": "now_s worker culprit has_answered reason in_step",
+    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node",
+    "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
+    "Link": "bytes_per_s latency_s",
+    "NodeLost": "now_s node",
+    "NodeDraining": "now_s node is_draining",
+    "LinkMeasured": "now_s source target bytes_per_s latency_s",
 }
 
 
@@ -312,7 +318,7 @@ def test_the_format_changes_only_on_purpose() -> None:
     for kind, tag in TAGS.items():
         found[tag] = found.pop(kind.__name__)
     assert {name: " ".join(map(str, names)) for name, names in found.items()} == FORMAT
-    assert VERSION == 9
+    assert VERSION == 10
 
 
 def test_a_disk_that_takes_no_more_ends_the_recording_and_not_the_service(

@@ -16,7 +16,7 @@ from hearth.control.deploy.registry import Registry
 from hearth.control.keeper_reports import KeeperReports
 from hearth.control.observe.views import HostMemoryView
 from hearth.core.errors import StoreError
-from hearth.core.types import ModelId, Rung, WorkerId
+from hearth.core.types import LOCAL, ModelId, Rung, WorkerId
 from hearth.policy.fleet.events import ModelReady
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.transfer.lease_server import LeaseServer
@@ -99,7 +99,7 @@ def test_what_the_keeper_could_not_be_told_is_told_with_the_next_request(
         assert keeper.told == [{"a": 2}]
 
     with_reports(data_dir, scene, keeper)
-    assert [record.message for record in caplog.records if "demand_not_told" in record.message]
+    assert [record.message for record in caplog.records if "request_counts_not_sent" in record.message]
 
 
 def test_requests_at_the_gateway_keep_a_busy_model_dear_in_the_keepers_host_memory(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_every_name_of_the_same_bytes_is_reported(data_dir: DataDir, deployed: D
         models = rig.driver.fleet.models
         assert models.keys() == {ModelId("tiny"), ModelId("another"), ModelId("other")}
         reports.observe(ModelReady(0.0, WorkerId("w0"), ModelId("tiny"), (), 1.0), ())
-        await until(lambda: all(model.bytes_by_rung == COUNTED for model in models.values()))
+        await until(lambda: all(model.bytes_by_rung(LOCAL) == COUNTED for model in models.values()))
         assert [sorted(digests) for digests in keeper.counted] == [
             sorted({deployed.digest, "of other bytes"})
         ]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.sizes import ADAPTER_PROJECTIONS, TARGET_FIELDS, Dimensions, PackedAdapters
@@ -107,7 +107,6 @@ def told(rows: AdapterRows, num_rows: int, table: AdapterTable) -> list[AdapterI
 
 
 @given(st.lists(STEPS, min_size=1, max_size=4))
-@settings(deadline=None, max_examples=40)
 def test_rows_have_the_adapters_of_their_requests_step_after_step(steps: Sequence[Step]) -> None:
     table = bound()
     packed = torch.full((PackedAdapters.of(MAX_TOKENS, MAX_SEQS).shares.stop,), -1, dtype=torch.int64)
@@ -130,7 +129,6 @@ def test_rows_have_the_adapters_of_their_requests_step_after_step(steps: Sequenc
 
 
 @given(STEPS, STEPS)
-@settings(deadline=None, max_examples=40)
 def test_a_parked_step_names_no_adapter_of_the_steps_before(before: Step, step: Step) -> None:
     """They may be gone by then, and their memory unmapped."""
     table, packed = bound(), torch.zeros(PackedAdapters.of(MAX_TOKENS, MAX_SEQS).shares.stop).long()
@@ -192,7 +190,6 @@ def test_a_table_says_where_every_factor_lies() -> None:
 
 
 @given(targets(), st.sampled_from(COMPUTED_DTYPES))
-@settings(deadline=None, max_examples=40)
 def test_a_table_without_tensors_says_the_same(chosen: list[AdapterTarget], dtype: str) -> None:
     """A layout knows all of an adapter's table but addresses, so that no factor needs a tensor of its own."""
     layout = AdapterLayout.of(chosen, dtype)

@@ -35,7 +35,17 @@ from tests.models.adapters import KINDS, Factors, RandomAdapter, random_adapter
 from tests.models.zoo import VARIANTS, build, tiny
 
 #: Models that differ from another one of their family in rope, windows, norms or vocabulary alone.
-ALIKE = {"llama3-rope", "yi", "smollm2", "mistral-window", "qwen2-window", "opt-no-affine"}
+ALIKE = {
+    "llama3-rope",
+    "llama-mha-tied",
+    "yi",
+    "smollm2",
+    "mistral-window",
+    "mistral-head",
+    "qwen2-window",
+    "opt-no-affine",
+    "falcon-11b",
+}
 #: The adapter of each request in turn; None: the bare model.
 Turns = Sequence[RandomAdapter | None]
 

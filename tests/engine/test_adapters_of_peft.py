@@ -31,6 +31,8 @@ from tests.engine.harness import (
 )
 from tests.models.zoo import build, tiny
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from peft import PeftModel
 

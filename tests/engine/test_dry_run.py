@@ -19,6 +19,8 @@ from hearth.engine.dry_run import KernelNeeds
 from hearth.models.families import arch_from_config
 from tests.engine.variant_rig import LIMITS, LLAMA
 
+pytestmark = pytest.mark.e2e
+
 Report = dict[str, Any]
 
 

@@ -29,7 +29,7 @@ from tests.engine.harness import (
     prompts_for,
     run,
 )
-from tests.models.zoo import VARIANTS, build
+from tests.models.zoo import FAMILIES, VARIANTS, build
 
 LENGTHS = [1, 3, 4, 5, 17, 30]
 
@@ -53,8 +53,9 @@ def test_greedy_tokens_are_those_of_transformers_generate(name: str) -> None:
     assert answer.finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("budget", [256, 7])
+@pytest.mark.parametrize(
+    ("name", "budget"), [*((name, 7) for name in VARIANTS), *((name, 256) for name in FAMILIES)]
+)
 def test_mixed_batches_and_chunked_prefill_give_the_best_tokens(name: str, budget: int) -> None:
     config = replace(ROOMY, max_batch_tokens=budget, max_seqs=4)
     asked = prompts(name)
@@ -188,7 +189,7 @@ def test_steps_that_may_have_waited_for_weights_are_not_measured() -> None:
     assert engine.samples.typical() == []
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_preempted_requests_come_back_with_the_best_tokens(name: str) -> None:
     asked = prompts(name)
     config = replace(ROOMY, max_batch_tokens=16, kv_bytes=kv_bytes(engine_for(name), 14))
@@ -201,8 +202,9 @@ def test_preempted_requests_come_back_with_the_best_tokens(name: str) -> None:
         assert_greedy(name, prompt, answer.tokens)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("is_known", [False, True], ids=["computed in the same step", "known"])
+@pytest.mark.parametrize(
+    ("name", "is_known"), [*((name, True) for name in VARIANTS), *((name, False) for name in FAMILIES)]
+)
 def test_prefix_hits_give_the_best_tokens(name: str, is_known: bool) -> None:
     engine = engine_for(name)
     (shared,) = prompts(name, [16])

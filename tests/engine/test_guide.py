@@ -19,14 +19,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hearth.core.config import EngineConfig
 from hearth.core.errors import BadGuide, BadSampling, GuideStuck
-from hearth.core.sizes import StepLimits
 from hearth.core.types import FinishReason, GuideSpec, RequestId, SamplingParams
-from hearth.engine.assemble import ModelSpec, assemble
 from hearth.engine.engine import Engine
 from hearth.engine.guide import GrammarGuide, Guides
-from hearth.models.layout import layout_of
-from hearth.models.pack import pack
-from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import EngineRequest
 from hearth.store.format.convert import open_source
 from hearth.store.format.source import ModelSource
@@ -36,6 +31,8 @@ from hearth.text.tool_calls import Tool, ToolFormat, call_grammar
 from hearth.text.transcript import Transcript
 from tests.engine.harness import ROOMY, Answer, admissions_of, engine_over, kv_bytes, new_id, run
 from tests.models.zoo import save, tiny
+
+pytestmark = pytest.mark.slow
 
 CONFIG = replace(ROOMY, max_batch_tokens=64, max_seqs=16)
 OBJECT = GuideSpec("json_object")
@@ -58,12 +55,6 @@ ANIMAL: dict[str, Any] = {
     },
     "required": ["name", "kind", "legs", "tags", "place"],
     "additionalProperties": False,
-}
-#: An animal of few tokens, each of which takes a real model long.
-LITTLE_ANIMAL = {
-    **ANIMAL,
-    "properties": {name: ANIMAL["properties"][name] for name in ("name", "kind", "legs")},
-    "required": ["name", "kind", "legs"],
 }
 SCHEMAS: dict[str, dict[str, object]] = {
     "nested": ANIMAL,
@@ -186,8 +177,21 @@ def test_a_grammar_is_followed(parts: Parts, engine: Engine) -> None:
         assert text.endswith("</call>")
 
 
-@pytest.mark.parametrize("text", ["a<|im_end|>b", "<|im_end|>", "<|im_start|>", "é<|endoftext|><|im_end|>"])
-@pytest.mark.parametrize("kind", ["const", "enum", "choice", "regex", "grammar", "call"])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("const", "a<|im_end|>b"),
+        ("const", "<|im_start|>"),
+        ("enum", "é<|endoftext|><|im_end|>"),
+        ("choice", "<|im_end|>"),
+        ("regex", "a<|im_end|>b"),
+        ("regex", "é<|endoftext|><|im_end|>"),
+        ("grammar", "<|im_end|>"),
+        ("grammar", "<|im_start|>"),
+        ("call", "a<|im_end|>b"),
+        ("call", "é<|endoftext|><|im_end|>"),
+    ],
+)
 def test_text_that_spells_a_special_token_is_written_out(
     parts: Parts, engine: Engine, kind: str, text: str
 ) -> None:
@@ -291,11 +295,10 @@ def test_a_model_in_love_with_whitespace_is_not_held_up(parts: Parts, engine: En
 
 
 @pytest.mark.parametrize("has_eos", [True, False])
-@pytest.mark.parametrize("ignore_eos", [True, False])
-def test_a_complete_output_ends_whatever_the_end_token(parts: Parts, has_eos: bool, ignore_eos: bool) -> None:
-    engine = parts.engine(eos_ids=None if has_eos else frozenset())
+def test_a_complete_output_ends_whatever_the_end_token(parts: Parts, engine: Engine, has_eos: bool) -> None:
+    asked = engine if has_eos else parts.engine(eos_ids=frozenset())
 
-    answers = ask(engine, [sampling(seed, ignore_eos=ignore_eos) for seed in range(2)], SHORT_GUIDE)
+    answers = ask(asked, [sampling(seed, ignore_eos=seed % 2 == 0) for seed in range(4)], SHORT_GUIDE)
 
     for answer in answers:
         assert json.loads(parts.text(answer)).keys() == {"name", "ok"}
@@ -503,23 +506,3 @@ def test_a_stuck_guide_fails_its_request_and_its_neighbours_are_untouched(
     assert stuck.finish_reason is None
     assert isinstance(stuck.error, GuideStuck)
     assert len(stuck.tokens) < 5
-
-
-@pytest.mark.slow
-def test_smollm2_answers_in_its_schema(smollm2: ModelSource, parts: Parts) -> None:
-    layout = layout_of(smollm2.arch, "float32")
-    base = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    pack(smollm2.checkpoint, smollm2.arch, layout, base)
-    weights = bind(smollm2.arch, layout, contiguous_places(layout, base))
-    config, limits = EngineConfig(kv_bytes=256 << 20), StepLimits(512, 8, 16)
-    spec = ModelSpec(smollm2.arch, torch.float32, 1024, limits, parts.tokenizer.eos_ids, parts.tokenizer_json)
-    engine = assemble(spec, weights, config, torch.device("cpu"))
-    question = [{"role": "user", "content": "Describe a cat as JSON with name, kind and legs."}]
-    prompt = parts.tokenizer.chat_prompt(question)
-    wishes = [SamplingParams(temperature=t, seed=1, max_tokens=100) for t in (0.0, 0.7, 1.0)]
-    guide = GuideSpec("json_schema", json.dumps(LITTLE_ANIMAL))
-
-    answers = run(engine, [engine.request(new_id(), prompt, wish, guide=guide) for wish in wishes])
-
-    for answer in answers:
-        jsonschema_rs.validator_for(LITTLE_ANIMAL).validate(json.loads(parts.text(answer)))

@@ -177,7 +177,7 @@ def test_the_row_of_a_slot_with_a_new_owner_names_no_block_of_the_old_one() -> N
 
 
 @given(st.data())
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 def test_the_table_holds_what_was_written_and_the_sink_behind_it(data: st.DataObject) -> None:
     """Whichever slots get new owners, and whichever blocks move, before or behind others of their slot."""
     inputs, table = buffers(), [[SINK] * MAX_BLOCKS for _ in range(MAX_SEQS)]

@@ -384,11 +384,11 @@ def test_readers_are_told_before_the_books_are_finished(
         release_all(sequences)
 
     monkeypatch.setattr(engine.batcher.blocks, "release_all", wait_and_release)
-    num_free = engine.batcher.blocks.num_free
+    num_free = len(engine.batcher.blocks.free)
     loop.add([request(engine, "a", num_prompt=9, max_tokens=1)], outbox := Outbox())
 
     assert len(messages(outbox)) == 1
-    assert engine.batcher.blocks.num_free < num_free
+    assert len(engine.batcher.blocks.free) < num_free
     may_release.set()
     loop.close()
     assert engine.batcher.blocks.num_available == num_free

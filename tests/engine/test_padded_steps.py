@@ -86,6 +86,7 @@ def _triton_everywhere(monkeypatch: pytest.MonkeyPatch, quick_interpreter: None)
             monkeypatch.setattr(module, "runs_triton", lambda _x: True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_triton_everywhere")
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_the_work_of_the_first_step_of_a_shape_does_for_all_others() -> None:

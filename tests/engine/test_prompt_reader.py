@@ -30,7 +30,7 @@ from tests.engine.harness import (
     run,
 )
 from tests.engine.test_padded_steps import padded
-from tests.models.zoo import VARIANTS, build
+from tests.models.zoo import FAMILIES, VARIANTS, build
 
 #: Prompts are cut, run beside decodes, and have few rows of logits.
 CHUNKED = replace(ROOMY, max_batch_tokens=7, max_seqs=4)
@@ -107,8 +107,9 @@ def check_all(name: str, engine: Engine, lengths: list[int]) -> None:
     assert len(engine.reading) == 0
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("config", [ROOMY, CHUNKED], ids=["whole", "chunked"])
+@pytest.mark.parametrize(
+    ("name", "config"), [*((name, CHUNKED) for name in VARIANTS), *((name, ROOMY) for name in FAMILIES)]
+)
 def test_embeddings_and_scores_are_those_of_transformers(name: str, config: EngineConfig) -> None:
     check_all(name, engine_for(name, config), [1, 17])
 

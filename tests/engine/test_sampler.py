@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import RequestId, SamplingParams, TokenLogprobs
@@ -113,7 +113,6 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data(), st.lists(samplings, min_size=1, max_size=5), st.integers(0, 2**20))
 def test_every_rule_in_its_order_matches_the_oracle(
     data: st.DataObject, params: list[SamplingParams], logits_seed: int
@@ -177,6 +176,7 @@ def test_draws_follow_the_softmax_at_the_temperature() -> None:
         assert ((counts - expected) ** 2 / expected).sum().item() < 20.5
 
 
+@pytest.mark.slow
 def test_draws_from_a_large_flat_vocabulary_favour_no_region() -> None:
     sampler = sampler_with(SamplingParams(seed=5), vocab_size=32_768)
 
@@ -205,7 +205,6 @@ def test_only_and_all_tokens_of_the_support_are_drawn(sampling: SamplingParams, 
     assert set(draw(sampler_with(sampling, vocab_size=5), logits, range(500))) == support
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.data(), st.lists(samplings, min_size=2, max_size=6))
 def test_a_draw_does_not_depend_on_batch_slot_or_order(
     data: st.DataObject, params: list[SamplingParams]
@@ -333,7 +332,6 @@ def test_no_rows_give_no_samples() -> None:
     assert sampler.sample(torch.empty(0, VOCAB), sample_rows([], [])).tokens.tolist() == []
 
 
-@settings(max_examples=30, deadline=None)
 @given(samplings, samplings)
 def test_a_reused_slot_remembers_nothing_of_its_last_request(
     old: SamplingParams, new: SamplingParams
@@ -451,7 +449,6 @@ def logprobs_of(one: StepResult) -> list[TokenLogprobs | None]:
     return one.logprobs or [None] * len(one.tokens)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.none() | st.integers(0, 20), min_size=1, max_size=6),
     st.sampled_from([0.0, 1.0]),
@@ -474,7 +471,6 @@ def test_each_request_gets_the_logprobs_it_asked_for_whoever_shares_the_batch(
         assert logprobs_of(result(sampler, logits[slot : slot + 1], [slot])) == [own]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(samplings, min_size=2, max_size=5),
     st.sampled_from([math.nan, math.inf]),

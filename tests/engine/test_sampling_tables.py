@@ -67,6 +67,7 @@ def test_a_table_is_as_large_as_those_who_need_it_and_not_as_the_slots() -> None
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [400, 20])
 def test_requests_answer_in_a_growing_table_as_they_do_alone(num_blocks: int) -> None:
     """With few blocks they are preempted and admitted again, in other slots."""

@@ -185,6 +185,7 @@ def test_rows_that_might_be_there_change_no_bit(device: str) -> None:
     assert torch.equal(padded.run(5, num_rows=count)[:3], case.run(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "num_rows"), [("cpu", 257), pytest.param("cuda", 1030, marks=pytest.mark.gpu)]
 )

@@ -315,6 +315,7 @@ quantized_tiled_triton(meta(16, 128), weight, scale, None, out=meta(16, 64), scr
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("capability", [80, 90])
 def test_shared_sums_of_integers_are_compiled_for_older_devices_too(capability: int, tmp_path: Path) -> None:
     """In another process, for here Triton's interpreter is on in place of its compiler."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,6 +123,7 @@ def test_every_byte_of_every_page_is_in_one_hand(done: list[list[int] | int]) ->
     assert not book.slots
 
 
+@pytest.mark.slow
 def test_many_adapters_take_little_more_than_their_bytes() -> None:
     """As adapters of all ranks come and go, within two hundredths of what they are."""
     page_bytes = 16 << 20

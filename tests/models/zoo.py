@@ -143,6 +143,9 @@ VARIANTS: Mapping[str, Variant] = {
     ),
 }
 
+#: One variant of each architecture, the first.
+FAMILIES = list({variant.model_type: name for name, variant in reversed(VARIANTS.items())}.values())
+
 _WIDE = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8}
 #: Some 20 MB in float32 each: models of several pages, where a page of a device has 2 MiB at least.
 WIDE: Mapping[str, Variant] = {

@@ -48,6 +48,7 @@ EMPTY = """
 from hearth.worker import template
 template.import_worker = lambda: lambda: None
 template.obstacle = lambda: None
+template.reseed = lambda: None
 template.main()
 """
 

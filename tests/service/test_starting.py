@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from tests.service.harness import Service, assert_ended, eventually, hearth, run_hearth
-from tests.store.s3_server import free_ports
 
 pytestmark = pytest.mark.e2e
 
@@ -22,14 +21,6 @@ def serve(data_dir: Path, *flags: str) -> tuple[int, str]:
     done = run_hearth("serve", "--data-dir", str(data_dir), "--device", "cpu", *flags)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, " ".join(done.stderr.split())
-
-
-def test_the_demo_answers_and_explains_itself(data_dir: Path) -> None:
-    (port,) = free_ports(1)
-    done = run_hearth("demo", "--once", "--port", str(port), "--data-dir", str(data_dir))
-    assert done.returncode == 0, done.stderr
-    for word in ("load", "prefill", "decode", "█"):
-        assert word in done.stdout
 
 
 def _hear_ctrl_c() -> None:

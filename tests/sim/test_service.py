@@ -28,6 +28,7 @@ from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import KIND, Policy, SimulationSetting
+from hearth.sim.stepped_loads import SteppedLoads
 from hearth.sim.stepped_model import StartOrder, TokensSent, WorkerFact
 from hearth.sim.stepped_worker import SteppedWorker
 from hearth.sim.traces import TracedRequest
@@ -154,7 +155,6 @@ def token_times(service: SimulatedService) -> list[list[float]]:
 
 
 @given(REQUESTS, POLICIES)
-@settings(max_examples=40, deadline=None)
 def test_every_request_ends_once_with_all_its_tokens(requests: list[TracedRequest], policy: Policy) -> None:
     service = served(requests, replace(SETTING, policy=policy))
     for answer in service.answers.values():
@@ -165,7 +165,7 @@ def test_every_request_ends_once_with_all_its_tokens(requests: list[TracedReques
 
 
 @given(REQUESTS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
     requests: list[TracedRequest],
 ) -> None:
@@ -182,7 +182,6 @@ def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
 
 
 @given(REQUESTS, POLICIES, CANCELS, st.none() | st.floats(0.1, 5.0), st.sampled_from([MACHINE, SLOW_HOST]))
-@settings(max_examples=30, deadline=None)
 def test_jumping_over_steps_changes_no_time_of_any_token(
     requests: list[TracedRequest],
     policy: Policy,
@@ -207,7 +206,7 @@ def test_jumping_over_steps_changes_no_time_of_any_token(
 
 
 @given(REQUESTS, st.integers(1, 2), st.booleans(), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_nobody_waits_beyond_the_bound_of_turns(
     requests: list[TracedRequest], num_workers: int, is_read: bool, is_pinned: bool
 ) -> None:
@@ -263,7 +262,7 @@ def test_kv_that_is_computed_anew_in_each_turn_does_not_eat_it_up() -> None:
 
 
 @given(REQUESTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_each_turn_that_gives_way_has_sent_a_token(requests: list[TracedRequest]) -> None:
     has_sent: dict[ModelId, bool] = {}
 
@@ -284,7 +283,7 @@ def test_each_turn_that_gives_way_has_sent_a_token(requests: list[TracedRequest]
 
 
 @given(REQUESTS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_nothing_pinned_is_paused(requests: list[TracedRequest]) -> None:
     service = SimulatedService(SETTING, MACHINE)
     profile = SETTING.model_profile(A, MACHINE.shape(SHAPES[A]))
@@ -300,7 +299,6 @@ def test_nothing_pinned_is_paused(requests: list[TracedRequest]) -> None:
 @given(
     REQUESTS, st.lists(st.tuples(st.integers(0, 13), st.floats(0.0, 8.0))), st.none() | st.floats(0.0, 8.0)
 )
-@settings(max_examples=40, deadline=None)
 def test_cancels_and_removals_leak_nothing(
     requests: list[TracedRequest], cancels: list[tuple[int, float]], removed_s: float | None
 ) -> None:
@@ -319,7 +317,7 @@ def test_cancels_and_removals_leak_nothing(
 
 
 @given(REQUESTS, st.floats(0.1, 5.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_requests_of_a_lost_worker_go_on_elsewhere(requests: list[TracedRequest], lost_s: float) -> None:
     service = SimulatedService(replace(SETTING, num_workers=2), MACHINE)
     service.ask(requests)
@@ -340,7 +338,7 @@ def test_models_that_fit_together_take_turns_without_giving_way() -> None:
     setting = SimulationSetting({ModelId(m): "3B" for m in "acd"}, MEMORY_BYTES)
     service = served(requests, setting)
     assert all(not answer.num_pauses for answer in service.answers.values())
-    assert sum(worker.num_loads for worker in service.workers.values()) == 3
+    assert sum(worker.loads.num_ended for worker in service.workers.values()) == 3
 
 
 def test_a_stream_of_one_model_does_not_hold_up_another_that_does_not_fit_beside_it() -> None:
@@ -358,7 +356,7 @@ def test_first_bytes_of_who_waits_cross_while_another_has_its_turn() -> None:
     stream = [TracedRequest(1.0 + 0.2 * i, "a", 100, 100) for i in range(20)]
     requests = [TracedRequest(0.0, "c", 100, 2), *stream, TracedRequest(1.4, "b", 100, 20)]
     early = served(requests)
-    with patch.object(SteppedWorker, "_load_front", lambda _: None):
+    with patch.object(SteppedLoads, "begin_front", lambda *_: None):
         late = served(requests)
     ((soon,), (then,)) = [
         [one for one in service.answers.values() if one.model == B] for service in (early, late)
@@ -366,7 +364,7 @@ def test_first_bytes_of_who_waits_cross_while_another_has_its_turn() -> None:
     front_bytes = MEMORY_BYTES - MACHINE.shape("7B").weights_bytes - 2 * GB  # some is KV
     assert soon.first_token_s < then.first_token_s - 0.5 * front_bytes / HOST_BYTES_PER_S
     (moved,), (moved_late,) = (
-        [one.bytes_moved for one in service.workers.values()] for service in (early, late)
+        [one.loads.bytes_moved for one in service.workers.values()] for service in (early, late)
     )
     assert moved <= 1.2 * moved_late
 

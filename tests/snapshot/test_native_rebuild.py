@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from hearth.core.errors import DeviceError, GraphUnreadable, OutOfDeviceMemory
 from hearth.snapshot.graph_nodes import (
@@ -28,8 +28,6 @@ from hearth.system.cuda.graphs import (
 from tests.snapshot.fake_driver import FakeDriver
 from tests.snapshot.fake_library import CONTEXT, FakeLibrary, graphs_over, rebuild_over
 from tests.snapshot.random_graphs import functions_of, graphs, meaning_of
-
-several_times = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Process:
@@ -57,7 +55,6 @@ class Process:
 
 
 @given(graphs())
-@several_times
 def test_the_graph_that_was_packed_is_made(graph: GraphNodes) -> None:
     assert meaning_of(Process(graph).built(memoryview(graph.pack()))) == meaning_of(graph)
 

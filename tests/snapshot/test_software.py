@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import hearth
 from hearth.snapshot.software import software, sources_digest
 
@@ -41,6 +43,8 @@ def test_a_cpu_depends_on_no_software_of_gpus() -> None:
 UPGRADE = """
 import sys
 from pathlib import Path
+
+import pytest
 from hearth.worker.template import import_worker
 import_worker()
 with (Path(sys.argv[1]) / "models" / "decoder.py").open("a") as file:
@@ -50,6 +54,7 @@ print(software("cpu").sources)
 """
 
 
+@pytest.mark.e2e
 def test_workers_forked_from_code_that_was_replaced_since_are_of_the_code_that_they_run(
     tmp_path: Path,
 ) -> None:

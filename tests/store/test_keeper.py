@@ -28,6 +28,8 @@ from hearth.system.garbage import MAX_YOUNG
 from tests.store.stored import converted
 from tests.worker.harness import folder, keeper_setup, keeping, process
 
+pytestmark = pytest.mark.e2e
+
 #: Starts a keeper that it never ends, says its number, and dies at the next line.
 STARTS = """
 import subprocess, sys

@@ -188,6 +188,7 @@ def test_spinning_that_nobody_chose_is_logged_once(
     assert len(caplog.messages) == num_lines
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("code", "sleeps"),
     [
@@ -211,6 +212,7 @@ def test_openmp_sleeps_in_a_process_that_imports_hearth_before_torch(code: str, 
     assert told[0].endswith("= '0'") == sleeps, told
 
 
+@pytest.mark.e2e
 def test_a_process_that_multiplies_leaves_no_map_of_its_code_behind() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_JIT_PROFILE"}
     code = (

@@ -59,6 +59,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced(pool: RenderPool) -> N
     assert pool.render("a", {}, AMPLE_S) == ("text", "a")
 
 
+@pytest.mark.e2e
 def test_a_process_does_not_outlive_the_one_that_started_it() -> None:
     code = (
         "import os, psutil; from hearth.text.render_pool import POOL; POOL.render('', {}, 60.0);"

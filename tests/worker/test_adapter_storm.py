@@ -24,6 +24,8 @@ from tests.worker.stored_adapters import StoredAdapter, stored_adapter
 from tests.worker.test_disturbed import SETTINGS, VOCABULARY, Setting, playing, source
 from tests.worker.test_turns import RESTLESS, host, least_bytes
 
+pytestmark = pytest.mark.slow
+
 #: How many adapters each base has. The first two of every base have one name.
 NUM_ADAPTERS = 4
 

@@ -37,6 +37,8 @@ from tests.worker.stored_adapters import StoredAdapter, stored_adapter
 from tests.worker.test_disturbed import CONFIG, KINDS, SETTINGS, TWIN, VOCABULARY, Setting, source
 from tests.worker.test_turns import RESTLESS, host, least_bytes
 
+pytestmark = pytest.mark.slow
+
 BASE, OTHER = "llama-gqa", "qwen3"
 ROOMY = 16 << 20
 
@@ -610,8 +612,15 @@ def test_requests_of_an_adapter_that_breaks_end_also_if_a_model_breaks_that_is_t
         rig.check(rig.ask(None), rig.ask(adapter))
 
 
-@pytest.mark.parametrize("is_pinned", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "is_pinned"),
+    [
+        ("arena", False),
+        ("mapped", True),
+        pytest.param("cuda-mapped", False, marks=pytest.mark.gpu),
+        pytest.param("cuda-arena", True, marks=pytest.mark.gpu),
+    ],
+)
 def test_a_model_that_comes_gets_what_it_is_promised_from_adapters(
     kind: str, is_pinned: bool, tmp_path: Path
 ) -> None:

@@ -26,6 +26,8 @@ from tests.worker.in_process import LoopGateway, working_beside
 from tests.worker.test_disturbed import CONFIG, SETTINGS, source
 from tests.worker.test_turns import LONG, PATIENT, assert_empty_when_dropped, host, least_bytes
 
+pytestmark = pytest.mark.e2e
+
 FIRST, SECOND = SETTINGS["mapped"].names[:2]
 PROMPT = [4, 5, 6]
 SHORT = greedy(8, ignore_eos=True)

@@ -246,7 +246,7 @@ def test_another_whose_turn_begins_waits_for_bytes_that_came_ahead(
         ahead.check_answers()
 
 
-def test_a_load_ahead_that_fails_is_left_to_the_turn(
+def test_a_prefetch_that_fails_is_left_to_the_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed = threading.Event()
@@ -261,7 +261,7 @@ def test_a_load_ahead_that_fails_is_left_to_the_turn(
     monkeypatch.setattr(MappedPool, "prepare", refuses_once)
     with waiting(tmp_path) as ahead:
         assert failed.wait(PATIENCE_S)
-        until(lambda: "load_ahead_failed" in caplog.text)
+        until(lambda: "prefetch_failed" in caplog.text)
         ahead.end_first_turn()
         ahead.check_answers()
     assert CONTEXT > len(ahead.gateway.answers[1].tokens) > 0

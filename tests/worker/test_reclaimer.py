@@ -25,7 +25,7 @@ from tests.worker.test_disturbed import (
 )
 
 A, B, C = "llama-gqa", "qwen3", "neox-parallel"
-pytestmark = pytest.mark.parametrize("kind", ["arena", "mapped", "mapped-finely"])
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("kind", ["arena", "mapped-finely"])]
 
 
 @contextmanager

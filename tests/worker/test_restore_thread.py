@@ -39,7 +39,7 @@ class Rehearsals:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A machine whose driver native code can call as well, in place of that of a device."""
     machine = Machine([8, 64])
-    machine.driver._driver = LibraryDriver(FakeLibrary(machine.driver))
+    machine.driver.driver = LibraryDriver(FakeLibrary(machine.driver))
     monkeypatch.setattr(snapshot_graphs, "CudaDriver", lambda _: None)
     monkeypatch.setattr(snapshot_graphs, "CudaGraphs", lambda _: machine.driver)
     monkeypatch.setattr(snapshot_graphs, "GraphCapture", lambda: None)

@@ -40,6 +40,8 @@ from tests.store.stored import PATIENCE_S, converted, gated_tiers, tiers_at
 from tests.worker.harness import BUDGET_BYTES, CONFIG, greedy
 from tests.worker.in_process import LoopGateway, working_in_process
 
+pytestmark = pytest.mark.slow
+
 PROMPT = (3, 14, 15, 92)
 
 

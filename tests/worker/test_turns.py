@@ -60,6 +60,8 @@ from tests.worker.test_disturbed import (
     wiped,
 )
 
+pytestmark = pytest.mark.slow
+
 WeightsOf = Callable[[ModelId], WeightsView]
 #: A turn may end after each step, whoever else waits.
 RESTLESS = TurnRules(min_turn_s=0.0, quantum_s=0.0, max_turn_s=0.0, growth=1.0, slack_reloads=0.0, lead_s=1e9)
@@ -287,8 +289,15 @@ class TurnPlayer(Player):
             self.open = [one for one in self.open if one.name != name]
 
 
-@pytest.mark.parametrize("quantum_s", [0.0, 0.004])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "quantum_s"),
+    [
+        ("arena", 0.0),
+        ("mapped", 0.004),
+        pytest.param("cuda-mapped", 0.0, marks=pytest.mark.gpu),
+        pytest.param("cuda-arena", 0.004, marks=pytest.mark.gpu),
+    ],
+)
 def test_every_answer_is_right_whoever_comes_goes_and_takes_turns(
     kind: str, quantum_s: float, tmp_path: Path
 ) -> None:
@@ -373,8 +382,7 @@ def assert_empty_when_dropped(gateway: LoopGateway, *names: str) -> None:
     assert (pong.free_bytes, pong.models) == (pong.budget_bytes, ())
 
 
-@pytest.mark.parametrize("kind", ["arena", "mapped"])
-@pytest.mark.parametrize("how", ["drop", "retire"])
+@pytest.mark.parametrize(("kind", "how"), [("arena", "drop"), ("mapped", "retire")])
 def test_a_paused_model_may_go_and_come_back(kind: str, how: str, tmp_path: Path) -> None:
     setting = SETTINGS[kind]
     first, second = setting.names[:2]
@@ -582,7 +590,7 @@ def test_a_paused_model_is_held_less_than_a_busy_one_and_costs_the_less_the_late
 
         model.has_turn = True
         assert reclaimer.eviction_terms(name).hold is Hold.BUSY
-        model.cancel(1)
+        model.pending.discard(1)
         model.hold, model.has_turn = Hold.PINNED, False
         assert reclaimer.eviction_terms(name).hold is Hold.PAUSED, "it waits for its turn as well"
         model.has_turn = True

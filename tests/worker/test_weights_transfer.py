@@ -40,6 +40,8 @@ class Lent:
         self.released: list[int] = []
         self.num_taken = 0
 
+    def begin(self) -> None: ...
+
     def batches(self, most: int) -> Generator[list[HostChunk]]:
         begins = range(0, len(self._data), CHUNK_BYTES)
         for first in range(0, len(begins), 4):
@@ -72,18 +74,19 @@ class Rig:
 
     def begin(self) -> WeightsTransfer:
         whole = ByteRange(0, self.manifest.num_bytes)
-        mapping = PageMapping(self._map, [whole], StandingThreads("test", idle_s=1.0))
         empty = torch.empty(0)
         space = Space({}, empty, empty, empty, 0, gaps=(Gap(whole, self.base),), parts=(whole,))
-        return WeightsTransfer(
+        transfer = WeightsTransfer(
             self.lease,  # type: ignore[arg-type] # what a transfer needs of it
             self.manifest,
             space,
             self.manifest.layout,
-            mapping,
+            lambda: PageMapping(self._map, [whole], StandingThreads("test", idle_s=1.0)),
             Loader(torch.device("cpu")),
             self.news.put,
         )
+        transfer.start()
+        return transfer
 
     def num_there(self) -> int:
         """Return how many chunks have come, from the first."""

@@ -60,6 +60,8 @@ from tests.worker.harness import (
     working,
 )
 
+pytestmark = pytest.mark.e2e
+
 PROMPT = (3, 14, 15, 92, 65, 35)
 
 

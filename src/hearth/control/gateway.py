@@ -37,7 +37,7 @@ from hearth.control.requests.request_pace import pace_of
 from hearth.control.snapshots import Snapshots
 from hearth.core.errors import ConfigError, HearthError, RequestError, ServiceError, ShuttingDown
 from hearth.core.messages import SnapshotProgress
-from hearth.core.types import ModelId, Pace, RequestId, Rung, SamplingParams, SnapshotPhase
+from hearth.core.types import LOCAL, ModelId, Pace, RequestId, Rung, SamplingParams, SnapshotPhase
 from hearth.node.supervisor import Supervisor
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
@@ -269,7 +269,7 @@ class Gateway:
             was_loaded=known.is_resident,
             num_requests=known.num_requests,
             device_bytes=sum(one.num_bytes - one.shared_bytes for one in there),
-            host_bytes=(known.bytes_by_rung or {}).get(Rung.HOST, 0),
+            host_bytes=(known.bytes_by_rung(LOCAL) or {}).get(Rung.HOST, 0),
         )
         self._driver.post(events.ModelStopped(self._driver.now_s, model, free))
         return view

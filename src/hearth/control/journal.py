@@ -36,7 +36,7 @@ from hearth.policy.fleet.fleet_state import FleetState, restore, save
 log = logging.getLogger(__name__)
 
 #: Raise it when older journals become unreadable: a tag is gone, or a new field has no default.
-VERSION = 9
+VERSION = 10
 
 #: Between two tries after the disk was full, by the times of events.
 RETRY_S = 60.0

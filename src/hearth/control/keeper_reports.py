@@ -81,10 +81,10 @@ class KeeperReports:
             except (HearthError, OSError) as error:
                 self._unreported.update(reported)
                 if not is_failing:
-                    log.warning("demand_not_told reason=%s", error)
+                    log.warning("request_counts_not_sent reason=%s", error)
                 is_failing = True
             except Exception:  # the task's top: the keeper then prices by loads alone
-                log.exception("demand_reports_broke")
+                log.exception("request_counts_broke")
             await asyncio.sleep(self._interval_s)
 
     async def _report_residency(self) -> None:

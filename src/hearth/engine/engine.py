@@ -185,7 +185,7 @@ class Engine:
     def usage(self) -> Usage:
         batcher, blocks = self.batcher, self.batcher.blocks
         return Usage(
-            batcher.num_running, batcher.num_waiting, blocks.num_live, blocks.num_cached, blocks.num_blocks
+            batcher.num_running, batcher.num_waiting, blocks.num_live, len(blocks.cached), blocks.num_blocks
         )
 
     @property

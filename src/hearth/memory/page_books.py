@@ -130,12 +130,6 @@ class PageBooks:
             tenant.shape, tenant.space = shape, None
         return tenant
 
-    def has_addresses(self, model: ModelId, shape: Shape) -> bool:
-        tenant = self.tenants.get(model)
-        if tenant is not None:
-            return tenant.is_of(shape)
-        return not self._spaces.is_full
-
     def _displace_one(self) -> None:
         for tenant in self.tenants.values():
             if not tenant.is_placed and not tenant.resident and not tenant.loading:
@@ -184,16 +178,6 @@ class PageBooks:
         end = tenant.num_kv_pages + tenant.num_ready_pages
         self.table.release(tenant.at.kv(reversed(range(end - num_released, end))))
         tenant.num_ready_pages -= num_released
-
-    def shared_weights(self) -> dict[ModelId, dict[int, int]]:
-        tenants = sorted(self.tenants.values(), key=lambda tenant: tenant.at.begin)
-        addresses = [tenant.at.begin for tenant in tenants]
-        shared: dict[ModelId, dict[int, int]] = {tenant.model: {} for tenant in tenants}
-        for page in self.table.shared.difference(self.workspace):
-            for place in self.table.places_of(page):
-                tenant = tenants[bisect_right(addresses, place) - 1]
-                shared[tenant.model][tenant.at.weights_index(place)] = page
-        return shared
 
     def end_load(self, tenant: MappedTenant, *, is_whole: bool) -> None:
         indices = sorted(tenant.loading)
@@ -292,8 +276,19 @@ def lost_weights_bytes(books: PageBooks) -> int:
     return sum(lost_bytes.values())
 
 
+def _shared_weights(books: PageBooks) -> dict[ModelId, dict[int, int]]:
+    tenants = sorted(books.tenants.values(), key=lambda tenant: tenant.at.begin)
+    addresses = [tenant.at.begin for tenant in tenants]
+    shared: dict[ModelId, dict[int, int]] = {tenant.model: {} for tenant in tenants}
+    for page in books.table.shared.difference(books.workspace):
+        for place in books.table.places_of(page):
+            tenant = tenants[bisect_right(addresses, place) - 1]
+            shared[tenant.model][tenant.at.weights_index(place)] = page
+    return shared
+
+
 def holdings_of(books: PageBooks) -> tuple[Holding, ...]:
-    shared = books.shared_weights()
+    shared = _shared_weights(books)
     return tuple(_holding(books.tenants[model], shared[model]) for model in sorted(books.tenants))
 
 
@@ -328,7 +323,7 @@ def tails_of(
     }
     if not costs:
         return []
-    shared = books.shared_weights()
+    shared = _shared_weights(books)
     last = _last_owners(shared, costs)
     return [
         Tail(model, hold, cost, _units(books.tenants[model], shared[model], last))

@@ -83,7 +83,8 @@ class MappedPool:
         check_fits(model, shape, self._pages)
         with self._table.lock:
             most = min(num_pages(num_bytes, self._pages.page_bytes), self._table.num_free)
-            if not most or not self._books.has_addresses(model, shape):
+            known = self._books.tenants.get(model)
+            if not most or (self._spaces.is_full if known is None else not known.is_of(shape)):
                 return None
             tenant = self._books.tenant(model, shape)
             assert not tenant.loading, f"`{model}` is still being loaded: {sorted(tenant.loading)}"

@@ -214,7 +214,7 @@ class SimulatedReclaimer:
 
     def _clear(self, order: ClearKv) -> int:
         engine = self._hosted[order.model].engine
-        if not order.may_forget and engine.batcher.blocks.cached_among(order.extent):
+        if not order.may_forget and engine.batcher.blocks.cached.among(order.extent):
             return 0
         before_bytes = engine.kv.num_bytes
         if not engine.kv.clear(order.extent, may_preempt=order.may_preempt, keeps_floor=order.keeps_floor):

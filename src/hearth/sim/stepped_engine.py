@@ -259,7 +259,7 @@ class SteppedEngine:
         for seconds in (self.flight.seconds, *steps[:-1]):
             if seconds.device_s is not None:
                 self._allowance.measured(num_rows, 0, seconds.device_s)
-        use = replace(self.batcher.kv.use(), num_wanted=self.batcher.blocks_wanted_by(num_steps))
+        use = replace(self.batcher.kv.use(), num_wanted=self.batcher.kv.blocks_wanted_by(num_steps))
         self.kv.grow(self.elastic.growth(use).now_blocks, free_bytes)
         plan = self.batcher.skip(num_steps, _TOKEN)
         assert plan is not None, f"{self.flight=}"

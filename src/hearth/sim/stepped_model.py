@@ -6,10 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hearth.core.sizes import StepLimits, mixed_sizes
 from hearth.core.types import Hold, ModelId, Pace, RequestId
+from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
 from hearth.policy.fleet.events import CancelRun, Event, Evict, LoadModel, SetHold
+from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.fleet.profile import ModelProfile
+from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import ShapeProfile
 from hearth.sim.stepped_engine import SteppedEngine
 
@@ -20,6 +24,15 @@ class HostOrder:
     profile: ModelProfile
     shape: ShapeProfile
     max_context: int
+
+    def new_engine(self, limits: StepLimits, max_step_s: float) -> SteppedEngine:
+        block_bytes = self.shape.kv_bytes_per_token * limits.block_tokens
+        batch_limits = BatchLimits(
+            limits.max_batch_tokens, limits.max_seqs, self.max_context, mixed_sizes(limits)
+        )
+        kv = KvRange(block_bytes, PAGE_BYTES, max(2, self.load.max_kv_bytes // block_bytes))
+        floor_blocks = max(1, self.load.kv_floor_bytes // block_bytes - 1)
+        return SteppedEngine(self.shape, batch_limits, kv, limits.block_tokens, floor_blocks, max_step_s)
 
 
 @dataclass(frozen=True, slots=True)

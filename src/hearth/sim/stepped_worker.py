@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from hearth.core.sizes import StepLimits, mixed_sizes
-from hearth.core.types import Hold, ModelId, RequestId, Rung, WorkerId
-from hearth.policy.batch.batch_limits import BatchLimits
+from hearth.core.sizes import StepLimits
+from hearth.core.types import Hold, ModelId, RequestId, WorkerId
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
 from hearth.policy.fleet.events import (
     CancelRun,
@@ -24,18 +23,16 @@ from hearth.policy.fleet.events import (
     Evict,
     ModelReady,
     RequestFinished,
-    RungUse,
     SetHold,
     TurnBegan,
     TurnEnded,
 )
-from hearth.policy.fleet.footprint import PAGE_BYTES
-from hearth.policy.memory.kv_range import KvRange
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn, TurnPolicy, TurnRules, WeightsView
 from hearth.sim.jump import Jump, JumpedCall, plan_jump
-from hearth.sim.profile import NO_LEAST, LeastSeconds, Profile
+from hearth.sim.profile import Profile
 from hearth.sim.reclaimer import SimulatedReclaimer
 from hearth.sim.stepped_engine import Flight, SteppedEngine
+from hearth.sim.stepped_loads import SteppedLoads
 from hearth.sim.stepped_model import (
     HostOrder,
     LoadUnderWay,
@@ -76,10 +73,9 @@ class SteppedWorker:
         self.hosted: dict[ModelId, SteppedModel] = {}
         self.turns = None if rules is None else TurnPolicy(budget_bytes, rules=rules)
         self.reclaimer = SimulatedReclaimer(budget_bytes, self.hosted, self.turns)
-        self.bytes_moved = 0
-        self.bus_s = 0.0  #: time in which bytes were transferred
+        self.loads = SteppedLoads(profile, self.hosted, self.turns, self.reclaimer, self._complete)
         self.step_s = 0.0  #: time in which steps ran
-        self.num_loads = self.num_steps = self.num_preempted = 0
+        self.num_steps = self.num_preempted = 0
         self._profile, self._limits, self._max_step_s = profile, limits, max_step_s
         self._readiness, self._sharing = StepReadiness(), StepSharing()
         self._retired: dict[ModelId, SteppedEngine] = {}
@@ -87,7 +83,6 @@ class SteppedWorker:
         self._running: _Call | Jump | None = None
         self._device_free_s = 0.0  #: when the last step that was launched is over
         self._flushed_s = 0.0  #: when the last step of a model whose turn has ended is over
-        self._bus_free_s = 0.0
         self._is_asleep = True  #: there was nothing to do at the last advance
         self._awake_s = 0.0  #: when it wakes up for the first order since
         self._now_s = 0.0
@@ -103,10 +98,8 @@ class SteppedWorker:
         return self._news_s()
 
     def _news_s(self) -> float:
-        loads = [one.load for one in self.hosted.values() if one.load is not None]
-        follows = [load.follow_s for load in loads if load.follow_s > self._now_s]
         wake_s = math.inf if self.turns is None else max(self._now_s, self.turns.wake_s)
-        return min([wake_s, *follows, *(load.end_s for load in loads)])
+        return min(wake_s, self.loads.next_s(self._now_s))
 
     def post(self, order: WorkerOrder, now_s: float) -> None:
         """Give an order, to be carried out when no call is running."""
@@ -122,15 +115,17 @@ class SteppedWorker:
         if self._running is None or self._running.end_s <= now_s:
             self._end_running()
             for model, hosted in list(self.hosted.items()):
-                if hosted.load is not None and hosted.load.end_s <= now_s:
-                    self._end_load(model, hosted)
+                if (load := hosted.load) is not None and load.end_s <= now_s:
+                    self.loads.end(model, load)
+                    if load.is_front and self._is_in_turn(model):
+                        self._load(model)
             while self._inbox:
                 self._readiness.recheck()
                 self._handle(self._inbox.popleft())
             self._take_turns()
             for model in self.reclaimer.policy.deferred():
                 self._load(model)
-            self._load_front()
+            self.loads.begin_front(now_s)
             self._begin_step()
         facts, self._facts = self._facts, []
         return facts
@@ -177,21 +172,13 @@ class SteppedWorker:
         self.reclaimer.costs.hosted(model, order.profile.weight)
         engine = self._retired.pop(model, None)
         is_known = engine is not None
-        self.hosted[model] = SteppedModel(order, engine or self._new_engine(order), is_known, is_known)
+        self.hosted[model] = SteppedModel(
+            order, engine or order.new_engine(self._limits, self._max_step_s), is_known, is_known
+        )
         if self.turns is None:
             self._load(model)
         else:
             self.turns.hosted(model, order.load.promise)
-
-    def _new_engine(self, order: HostOrder) -> SteppedEngine:
-        block_tokens, load = self._limits.block_tokens, order.load
-        block_bytes = order.shape.kv_bytes_per_token * block_tokens
-        limits = BatchLimits(
-            self._limits.max_batch_tokens, self._limits.max_seqs, order.max_context, mixed_sizes(self._limits)
-        )
-        kv = KvRange(block_bytes, PAGE_BYTES, max(2, load.max_kv_bytes // block_bytes))
-        floor_blocks = max(1, load.kv_floor_bytes // block_bytes - 1)
-        return SteppedEngine(order.shape, limits, kv, block_tokens, floor_blocks, self._max_step_s)
 
     def _evict(self, order: Evict) -> None:
         model = order.model
@@ -280,7 +267,7 @@ class SteppedWorker:
         hosted = self.hosted[model]
         byte_s = self.reclaimer.costs.load_s_per_byte(model)
         missing_bytes = self.reclaimer.missing_bytes(model) if hosted.load is None else hosted.load.num_bytes
-        if not self._is_loaded(model):
+        if not self.loads.is_loaded(model):
             missing_bytes = max(1, missing_bytes)
         return WeightsView(missing_bytes * byte_s, hosted.order.profile.num_bytes * byte_s)
 
@@ -290,70 +277,14 @@ class SteppedWorker:
     # Loads.
 
     def _load(self, model: ModelId) -> None:
+        self.loads.begin(model, self._now_s, self._flushed_s)
+
+    def _complete(self, model: ModelId, load: LoadUnderWay) -> None:
         hosted = self.hosted[model]
-        if hosted.load is not None or self._is_loaded(model):
-            return
-        num_bytes = self.reclaimer.place(model)
-        if num_bytes is None:
-            return
-        ready_s = self._now_s + self._first_s(hosted)
-        if not num_bytes and ready_s == self._now_s:
-            self._complete(model, hosted, LoadUnderWay(ready_s, ready_s, 0))
-            return
-        begin_s, end_s = ready_s, ready_s
-        if num_bytes:
-            begin_s = max(ready_s, self._bus_free_s, self._flushed_s)
-            end_s = self._transfer(num_bytes, begin_s)
-            hosted.engine.is_behind_load = True
-        hosted.load = LoadUnderWay(begin_s, end_s, num_bytes)
-
-    def _first_s(self, hosted: SteppedModel) -> float:
-        if not hosted.is_assembled:
-            return self._profile.assemble_s
-        return self._profile.return_s if hosted.is_returning else 0.0
-
-    def _load_front(self) -> None:
-        if self.turns is None or self._is_any_loading():
-            return
-        line = self.turns.next_in_line(self._now_s)
-        model = self.turns.next_prefetch(line, lambda name: self.reclaimer.missing_bytes(name) > 0)
-        num_bytes = 0 if model is None else self.reclaimer.place_front(model, self.turns.front_bytes)
-        if model is not None and num_bytes:
-            begin_s = max(self._now_s, self._bus_free_s)
-            end_s = self._transfer(num_bytes, begin_s)
-            self.hosted[model].load = LoadUnderWay(begin_s, end_s, num_bytes, is_front=True)
-
-    def _transfer(self, num_bytes: int, begin_s: float) -> float:
-        self._bus_free_s = begin_s + self._profile.give_way_s + self._bytes_s(num_bytes)
-        return self._bus_free_s
-
-    def _bytes_s(self, num_bytes: int) -> float:
-        return num_bytes / self._profile.bytes_per_s[Rung.HOST]
-
-    def _end_load(self, model: ModelId, hosted: SteppedModel) -> None:
-        load = hosted.load
-        assert load is not None, f"`{model}` is not being loaded"
-        hosted.load = None
-        if load.num_bytes:
-            seconds = self._bytes_s(load.num_bytes)
-            self.bytes_moved += load.num_bytes
-            self.bus_s += seconds
-            self.reclaimer.costs.learn_load(
-                model, {Rung.HOST: load.num_bytes}, {Rung.HOST: seconds}, total_s=seconds
-            )
-        self.reclaimer.policy.note_freed()
-        if load.is_front:
-            if self._is_in_turn(model):
-                self._load(model)
-            return
-        self.num_loads += 1
-        self._complete(model, hosted, load)
-
-    def _complete(self, model: ModelId, hosted: SteppedModel, load: LoadUnderWay) -> None:
         hosted.is_assembled, hosted.is_returning = True, False
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)
-        uses = (RungUse(Rung.HOST, load.num_bytes, self._bytes_s(load.num_bytes)),) if load.num_bytes else ()
+        uses = self.loads.uses_of(load)
         self._facts.append(ModelReady(self._now_s, self.name, model, uses, self._now_s - load.began_s))
         self._facts.append(DeviceReported(self._now_s, self.name, self.reclaimer.count_device_bytes()))
 
@@ -373,7 +304,7 @@ class SteppedWorker:
             # A step that follows a load ends with it at the earliest, and blocks the thread until then.
             load_end_s = None if hosted.load is None else hosted.load.end_s
             follow_s = None if load_end_s is None else load_end_s + self._profile.begin_s
-            call = hosted.engine.launch(now_s, self._device_free_s, follow_s, self._least())
+            call = hosted.engine.launch(now_s, self._device_free_s, follow_s, self.loads.least)
             if (launched := call.launched) is not None:
                 self._note_step(launched.end_s, launched.seconds.step_s)
                 if admissions := launched.plan.admissions:
@@ -387,13 +318,7 @@ class SteppedWorker:
             if not self._settle(model, has_ended=False):
                 self._readiness.starved(model, self.reclaimer.policy.generation)
 
-        self._is_asleep = not self._is_any_loading()
-
-    def _least(self) -> LeastSeconds:
-        return self._profile.beside_load if self._is_any_loading() else NO_LEAST
-
-    def _is_any_loading(self) -> bool:
-        return any(one.load is not None for one in self.hosted.values())
+        self._is_asleep = not self.loads.is_any_under_way
 
     def _plan_jump(self, ready: Sequence[ModelId]) -> Jump | None:
         """Return the calls to skip; None while a model waits for a turn, which any of them may begin."""
@@ -407,7 +332,7 @@ class SteppedWorker:
             now_s=self._now_s,
             until_s=self._news_s(),
             device_free_s=self._device_free_s,
-            least=self._least(),
+            least=self.loads.least,
         )
 
     def _end_running(self) -> None:
@@ -468,13 +393,7 @@ class SteppedWorker:
 
     def _busy(self) -> list[BusyModel]:
         return [
-            BusyModel(model, self._is_loaded(model), self._can_follow_load(hosted))
+            BusyModel(model, self.loads.is_loaded(model), self.loads.can_be_followed(model, self._now_s))
             for model, hosted in self.hosted.items()
             if hosted.engine.has_work and self._is_in_turn(model)
         ]
-
-    def _can_follow_load(self, hosted: SteppedModel) -> bool:
-        return hosted.load is not None and hosted.is_assembled and hosted.load.follow_s <= self._now_s
-
-    def _is_loaded(self, model: ModelId) -> bool:
-        return self.hosted[model].load is None and not self.reclaimer.is_incomplete(model)

@@ -76,9 +76,9 @@ class RestoredGraph:
 
 
 class NativeRebuild:
-    def __init__(self, driver: CudaGraphs, library: ctypes.CDLL) -> None:
-        self._driver = driver
-        self._calls = (ctypes.c_void_p * len(CALLS))(*map(driver.address, CALLS))
+    def __init__(self, graphs: CudaGraphs, library: ctypes.CDLL) -> None:
+        self._graphs = graphs
+        self._calls = (ctypes.c_void_p * len(CALLS))(*map(graphs.driver.address, CALLS))
         self._function: Callable[..., int] = library.hearth_rebuild_graph
         library.hearth_rebuild_graph.argtypes = (
             ctypes.c_void_p,  # calls
@@ -91,10 +91,10 @@ class NativeRebuild:
         )
 
     @staticmethod
-    def load(driver: CudaGraphs, cache: Path | None) -> NativeRebuild | None:
+    def load(graphs: CudaGraphs, cache: Path | None) -> NativeRebuild | None:
         """Compile the native code, or find it in `cache`; None, logged: it cannot be compiled."""
         try:
-            return NativeRebuild(driver, native_library(_SOURCE, cache))
+            return NativeRebuild(graphs, native_library(_SOURCE, cache))
         except OSError as error:
             remedy = "install a C compiler (cc)"
             log.warning("fallback graphs=captured reason=`%s` remedy=`%s`", _reason(error), remedy)
@@ -104,7 +104,7 @@ class NativeRebuild:
         """Rebuild a graph whose kernels have these `functions`, in the order in which it names them. Threads
         may call this at the same time. Raises DeviceError if the driver refuses, and GraphUnreadable.
         """
-        result, context, data = _Rebuilt(), self._driver.enter_context(), _aligned(packed)
+        result, context, data = _Rebuilt(), self._graphs.driver.enter_context(), _aligned(packed)
         outcome = self._function(
             self._calls,
             context,
@@ -115,13 +115,13 @@ class NativeRebuild:
             ctypes.byref(result),
         )
         if outcome == _REFUSED:
-            self._driver.refused(CALLS[result.call], result.code)
+            self._graphs.refused(CALLS[result.call], result.code)
         if outcome == _DAMAGED:
             GraphNodes.unpack(packed)  # raises with the reason
             raise AssertionError(f"a graph that Python can read is damaged to C: {len(packed)=}")
         if outcome != _BUILT:
             raise MemoryError(f"no memory for the handles of a graph of {len(packed)} bytes")
-        return RestoredGraph(self._driver, result.executable or 0)
+        return RestoredGraph(self._graphs, result.executable or 0)
 
 
 def _aligned(packed: memoryview) -> npt.NDArray[np.uint8]:

@@ -182,7 +182,7 @@ def _kernels(
     COMPILATIONS.watch()
     give_way = first_tokens.give_way if graphs is None else graphs.give_way
     learn = None if graphs is None else graphs.learn
-    return ModelKernels(cache, runtime.device, lease_client.describe, give_way, learn)
+    return ModelKernels(cache, runtime.device, lease_client.descriptions.of_model, give_way, learn)
 
 
 def _snapshots(

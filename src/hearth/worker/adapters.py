@@ -96,7 +96,7 @@ class WorkerAdapters:
         wanted = self._wanted.get(adapter)
         if wanted is None:
             wanted = self._wanted[adapter] = _WantedAdapter(order, request.model, now_s)
-        elif not self.residency.has_memory(adapter) and not self.residency.runs_of(adapter):
+        elif adapter not in self.residency.known:
             wanted.asked_s = now_s
         wanted.order, wanted.base = order, request.model
         if order.is_pinned:
@@ -212,14 +212,14 @@ class WorkerAdapters:
     def usages(self) -> list[AdapterUsage]:
         return [
             AdapterUsage(
-                self._wanted[use.adapter].order.name,
-                self._wanted[use.adapter].base,
-                use.num_bytes,
-                use.num_running,
-                use.num_waiting,
-                use.is_pinned,
+                self._wanted[adapter].order.name,
+                self._wanted[adapter].base,
+                known.num_bytes,
+                len(known.running),
+                len(known.waiting),
+                known.is_pinned,
             )
-            for use in self.residency.uses()
+            for adapter, known in self.residency.known.items()
         ]
 
     def _seen_now(self) -> tuple[int, bool]:
@@ -356,7 +356,7 @@ class WorkerAdapters:
             self._wanted[adapter].is_finding = False
             name = self._wanted[adapter].order.name
             log.error("adapter_failed adapter=%s label=%s reason=%s", name, failure.label, failure.reason)
-        if self.residency.has_memory(adapter):
+        if (known := self.residency.known.get(adapter)) is not None and known.num_bytes:
             self._pieces.drop(adapter)
             self._reclaimer.policy.note_freed()
         self._found.pop(adapter, None)  # it may be another one when it is asked for again
@@ -390,7 +390,7 @@ class WorkerAdapters:
         for adapter in (*self._unwanted, *self.residency.take_unused()):
             self._unwanted.discard(adapter)
             wanted = self._wanted.get(adapter)
-            if wanted is None or self.residency.state(adapter) is not None:
+            if wanted is None or adapter in self.residency.known:
                 continue
             if wanted.prefetch is not None:
                 wanted.prefetch.cancel()

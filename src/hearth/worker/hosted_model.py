@@ -10,11 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.core.messages import HostModel, ModelLoaded, StartRequest
-from hearth.core.types import Hold, ModelId, RequestId
+from hearth.core.messages import HostModel, ModelLoaded
+from hearth.core.types import Hold, ModelId
 from hearth.engine.engine import Engine
 from hearth.memory.pool import Pool, Space
 from hearth.policy.memory.byte_eviction import effective_hold
@@ -56,19 +55,8 @@ _UNDER_WAY = (Assembling, Loading)
 _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadTimes:
-    open_s: float
-    place_s: float
-    assemble_s: float
-    kernels_s: float = 0.0
-
-
 class HostedModel:
-    """The states of one model. Mutable; the step thread alone calls it. `post` is called by other threads.
-
-    Knows its requests as pending ones and by its engine; `Runs` moves each request on and owns its end.
-    """
+    """The states of one model. Mutable; the step thread alone calls it. `post` is called by other threads."""
 
     def __init__(
         self,
@@ -81,7 +69,7 @@ class HostedModel:
         self.order = order
         self.hold = Hold.WARM  #: while it has no requests
         self.has_turn = True  #: always, unless models take turns; written by `Turns`
-        self.pending = PendingRequests()
+        self.pending = PendingRequests()  #: written by `Runs`, as are the requests of its engine
         self.state: HostingState = Finding(time.perf_counter())
         self.look: SnapshotLook | None = None  #: the result of looking for a snapshot; None: not looked for
         self.memory: MemoryProfile | None = None  #: of its snapshot; None: it has none
@@ -136,10 +124,6 @@ class HostedModel:
         return isinstance(self.state, Loaded)
 
     @property
-    def has_work(self) -> bool:
-        return (served := self.served) is not None and served.engine.has_work
-
-    @property
     def is_computing(self) -> bool:
         return (served := self.served) is not None and served.engine.is_computing
 
@@ -150,28 +134,13 @@ class HostedModel:
     @property
     def effective_hold(self) -> Hold:
         """How the model is held now. Pending requests count as requests, prefetches not as a load."""
-        has_requests = self.has_work or bool(self.pending)
+        served = self.served
+        has_requests = (served is not None and served.engine.has_work) or bool(self.pending)
         is_loading, has_turn = self.load_under_way is not None, self.has_turn
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
-    def is_same(self, order: HostModel) -> bool:
-        return _identity(self.order) == _identity(order)
-
     def _wrong(self, what: str) -> AssertionError:
         return AssertionError(f"`{self.model}` {what} while it is {type(self.state).__name__}")
-
-    # Requests.
-
-    def expect(self, request: StartRequest) -> None:
-        if (load := self.load_under_way) is not None:
-            load.expect(request)
-
-    def cancel(self, run: int) -> None:
-        self.pending.discard(run)
-        if (load := self.load_under_way) is not None:
-            load.forget(run)
-        if (served := self.served) is not None:
-            served.engine.cancel(RequestId(str(run)))
 
     # The way to being loaded.
 
@@ -183,7 +152,7 @@ class HostedModel:
             lease_client = resources.lease_client
             opened = open_model(lease_client, order, is_given_up)
             manifest, directory = opened.manifest, Path(opened.directory)
-            tokenizer_json = lease_client.text_file(manifest, directory, TOKENIZER)
+            tokenizer_json = lease_client.descriptions.text_file(manifest, directory, TOKENIZER)
             spec = hosting_spec(order, manifest, tokenizer_json, resources.device)
             post(order.hosting, ModelFound(spec, opened))
 
@@ -233,8 +202,8 @@ class HostedModel:
                     served.rebind(space.places, space.workspace)
                 if not space.parts:
                     took_s = time.perf_counter() - began_s
-                    times = _LoadTimes(open_s=0.0, place_s=took_s, assemble_s=took_s)
-                    return self._complete(served, _NO_LOAD, served.spec.tensor_bytes, times)
+                    reused_bytes = served.spec.tensor_bytes
+                    return self._complete(served, _NO_LOAD, reused_bytes, place_s=took_s, assemble_s=took_s)
                 load = self._start_load(served.spec, space, began_s, open_s=0.0, engine=served.engine)
                 self.state = Loading(served, load)
                 return None
@@ -297,10 +266,6 @@ class HostedModel:
             load.weights = _NO_LOAD
         return self._complete_if_whole()
 
-    def almost_loaded(self) -> None:
-        if (load := self.load_under_way) is not None:
-            load.is_almost_loaded = True
-
     def weights_loaded(self, news: WeightsLoaded) -> ModelLoaded | None:
         """Note that all bytes are there. Returns the news if the engine is as well."""
         if (load := self.load_under_way) is not None:
@@ -310,13 +275,15 @@ class HostedModel:
     def _complete_if_whole(self) -> ModelLoaded | None:
         match self.state:
             case Loading(served, load) if load.is_engine_ready and load.weights is not None:
-                times = _LoadTimes(
-                    load.open_s,
+                return self._complete(
+                    served,
+                    load.weights,
+                    load.reused_bytes,
+                    open_s=load.open_s,
                     place_s=load.transfer_began_s - load.began_s,
                     assemble_s=load.ready_s - load.began_s,
                     kernels_s=load.kernels_s,
                 )
-                return self._complete(served, load.weights, load.reused_bytes, times)
         return None
 
     def _complete(
@@ -324,7 +291,11 @@ class HostedModel:
         served: ServedModel,
         weights: WeightsLoaded,
         reused_bytes: int,
-        times: _LoadTimes,
+        *,
+        place_s: float,
+        assemble_s: float,
+        open_s: float = 0.0,
+        kernels_s: float = 0.0,
     ) -> ModelLoaded:
         """Have all of the model be there: its bytes may be taken and moved only from here on."""
         self.state = Loaded(served)
@@ -341,14 +312,14 @@ class HostedModel:
             rungs=rung_bytes(*prefetched, record),
             reused_bytes=max(0, reused_bytes - ahead_bytes),
             shared_bytes=record.shared_bytes + sum(one.shared_bytes for one in prefetched),
-            open_s=times.open_s,
-            assemble_s=times.assemble_s,
+            open_s=open_s,
+            assemble_s=assemble_s,
             first_layer_s=record.first_layer_s if widen_s is None else total_s,
             total_s=total_s,
             is_widened=widen_s is not None,
             ahead_bytes=ahead_bytes,
-            place_s=times.place_s,
-            kernels_s=times.kernels_s,
+            place_s=place_s,
+            kernels_s=kernels_s,
         )
         self.first_load = self.first_load or loaded
         return loaded
@@ -394,8 +365,3 @@ class HostedModel:
         if (served := self.served) is not None:
             served.engine.close()
         self.state = Closed()
-
-
-def _identity(order: HostModel) -> tuple[object, ...]:
-    where = (order.where, order.digest, order.weight, order.slot)
-    return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)

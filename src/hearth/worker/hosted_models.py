@@ -40,7 +40,10 @@ class HostedModels:
     ) -> None:
         self.hosted: dict[ModelId, HostedModel] = {}
         self.reclaimer = Reclaimer(
-            resources.new_pool, self.hosted, lambda model: self.turns.due_in_s(model), self._engines
+            resources.new_pool,
+            self.hosted,
+            lambda model: max(0.0, self.turns.due_in_s(model) or 0.0),  # 0: late, or only pinned
+            self._engines,
         )
         self.adapters = WorkerAdapters(resources, self.reclaimer, self.hosted, post_adapter)
         self.turns = Turns(
@@ -74,7 +77,7 @@ class HostedModels:
         self.reclaimer.reload_costs.hosted(model, order.weight)
         self._follow_displaced()
         retired = self._retired.pop(model, None)
-        if retired is not None and retired.is_same(order):
+        if retired is not None and _identity(retired.order) == _identity(order):
             retired.order, retired.hold = order, Hold.WARM
             self.hosted[model] = retired
             self.turns.hosted(retired)
@@ -206,7 +209,7 @@ class HostedModels:
     def front_loaded(self, hosted: HostedModel, news: FrontLoaded) -> ModelLoaded | None:
         hosted.prefetch.copied(news)
         self.reclaimer.policy.note_freed()
-        return self.load(hosted) if self.turns.is_in_turn(hosted.model) else None
+        return self.load_in_turn(hosted)
 
     def set_hold(self, model: ModelId, hold: Hold) -> None:
         """Set how a model is held while it has no requests. A model that just failed is ignored."""
@@ -247,3 +250,8 @@ class HostedModels:
             self.reclaimer.policy.note_freed()
             self.turns.loaded(loaded.model)
         return loaded
+
+
+def _identity(order: HostModel) -> tuple[object, ...]:
+    where = (order.where, order.digest, order.weight, order.slot)
+    return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)

@@ -164,7 +164,6 @@ class ModelLoad:
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._engine: Engine | None = None
-        self._lease: Lease | None = None
         self._transfer: WeightsTransfer | None = None
         self._mapping: PageMapping | None = None
         self._new_mapping = partial(PageMapping, prepare, space.parts, resources.loader.threads)
@@ -195,8 +194,6 @@ class ModelLoad:
             self._is_cancelled = True
             if self._mapping is not None:
                 self._mapping.stop()
-            if self._lease is not None:
-                self._lease.cancel()
             if self._transfer is not None:
                 self._transfer.cancel()
             if self._engine is not None:
@@ -275,20 +272,15 @@ class ModelLoad:
         """
         opened, space, resources = self._opened, self._space, self._resources
         lease = Lease(resources.lease_client, opened, missing_chunks(opened.manifest, space.gaps))
+        transfer = WeightsTransfer(
+            lease, opened.manifest, space, self._spec.layout, self._new_mapping, resources.loader, self._post
+        )
         with self._lock:
             if self._is_cancelled:
                 return
-            self._lease = lease
-        lease.begin()
-        with self._lock:
-            if self._is_cancelled:
-                return
-            # Not before the lease has begun: a thread that maps keeps the interpreter from one that asks.
-            self._mapping = self._new_mapping()
-            self.transfer_began_s = time.perf_counter()
-            self._transfer = WeightsTransfer(
-                lease, opened.manifest, space, self._spec.layout, self._mapping, resources.loader, self._post
-            )
+            self._transfer = transfer
+        transfer.start()
+        self.transfer_began_s, self._mapping = time.perf_counter(), transfer.mapping
 
     def _start_mapping(self) -> None:
         with self._lock:

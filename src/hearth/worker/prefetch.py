@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from hearth.core.errors import HearthError, LoadCancelled
 from hearth.core.messages import HostModel
@@ -51,24 +52,23 @@ class ModelPrefetch:
         #: News that the step thread has taken so far.
         self.is_in_host = False
         self.copying_bytes = 0  #: that have a place and are being transferred to it
+        self._transfer: WeightsTransfer | None = None  #: of the last bytes that were given a place
         #: Keeps beginning and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._prefetch: HostPrefetch | None = None
-        self._mapping: PageMapping | None = None
-        self._lease: Lease | None = None
-        self._transfer: WeightsTransfer | None = None
         self._start(self._run)
 
     def copy(self, space: Space, layout: Layout, prepare: Callable[[ByteRange], None]) -> None:
         """Fill all gaps of a space; `prepare` maps a part of it."""
         self.copying_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
-        chunks = missing_chunks(self._opened.manifest, space.gaps)
+        manifest, loader = self._opened.manifest, self._resources.loader
+        chunks = missing_chunks(manifest, space.gaps)
         lease = Lease(self._resources.lease_client, self._opened, chunks, is_prefetch=True)
-        mapping = PageMapping(prepare, space.parts, self._resources.loader.threads)
-        with self._lock:
-            self._mapping, self._lease, self._transfer = mapping, lease, None
-        self._start(lambda: self._copy(lease, space, layout, mapping))
+        map_pages = partial(PageMapping, prepare, space.parts, loader.threads)
+        transfer = WeightsTransfer(lease, manifest, space, layout, map_pages, loader, self._tell)
+        self._transfer = transfer
+        self._start(lambda: self._copy(lease, transfer))
 
     def cancel(self) -> None:
         """Cancel all of it, and wait until no thread touches the memory."""
@@ -76,12 +76,8 @@ class ModelPrefetch:
             self._is_cancelled = True
             if self._prefetch is not None:
                 self._prefetch.cancel()
-            if self._mapping is not None:
-                self._mapping.stop()
-            if self._lease is not None:
-                self._lease.cancel()
-            if self._transfer is not None:
-                self._transfer.cancel()
+        if self._transfer is not None:
+            self._transfer.cancel()
 
     def _start(self, act: Callable[[], None]) -> None:
         threads, post = self._resources.loader.threads, self._post
@@ -108,19 +104,14 @@ class ModelPrefetch:
                 prefetch.cancel()
         return prefetch.wait()
 
-    def _copy(self, lease: Lease, space: Space, layout: Layout, mapping: PageMapping) -> None:
+    def _copy(self, lease: Lease, transfer: WeightsTransfer) -> None:
         try:
             lease.begin()
-            if not lease.is_in_host:
+            if lease.is_in_host:
+                transfer.start()
+            else:
                 lease.cancel()
                 self._post(FrontLoaded(None))
-                return
-            with self._lock:
-                if not self._is_cancelled:
-                    loader, manifest = self._resources.loader, self._opened.manifest
-                    self._transfer = WeightsTransfer(
-                        lease, manifest, space, layout, mapping, loader, self._tell
-                    )
         except HearthError as error:
             self._log_failure(str(error))
             self._post(FrontLoaded(None))
@@ -137,7 +128,7 @@ class ModelPrefetch:
 
     def _log_failure(self, reason: str) -> None:
         if not self._is_cancelled:
-            log.warning("load_ahead_failed model=%s reason=%s", self._order.model, reason)
+            log.warning("prefetch_failed model=%s reason=%s", self._order.model, reason)
 
 
 class TurnPrefetch:

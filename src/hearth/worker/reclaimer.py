@@ -307,7 +307,7 @@ class Reclaimer:
         model, extent = order.model, order.extent
         engine = self._books.served(model).engine
         with blaming(model):
-            if not order.may_forget and engine.batcher.blocks.cached_among(extent):
+            if not order.may_forget and engine.batcher.blocks.cached.among(extent):
                 return 0
             is_cleared = engine.clear(
                 extent,

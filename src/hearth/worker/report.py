@@ -112,7 +112,7 @@ class Reports:
             num_waiting=len(hosted.pending.queued) + len(hosted.pending.held),
             coming_bytes=_coming_bytes(holding, hosted),
             is_in_turn=self._models.turns.is_in_turn(model),
-            due_s=self._models.turns.next_due_in_s(model),
+            due_s=self._models.turns.due_in_s(model),
         )
         if (served := hosted.served) is None:
             return use

@@ -78,7 +78,8 @@ class Runs:
         self.want_turn(order)
         if order.adapter is not None:
             self._adapters.asked(order, order.adapter, now_s - order.age_s)
-        hosted.expect(order)
+        if (load := hosted.load_under_way) is not None:
+            load.expect(order)
         if hosted.takes_requests:
             self._begin(order, hosted)
         else:
@@ -201,7 +202,11 @@ class Runs:
     def cancel(self, run: int) -> None:
         if (entry := self._runs.pop(run, None)) is not None:
             hosted = self._hosted[entry.model]
-            hosted.cancel(run)
+            hosted.pending.discard(run)
+            if (load := hosted.load_under_way) is not None:
+                load.forget(run)
+            if (served := hosted.served) is not None:
+                served.engine.cancel(RequestId(str(run)))
             self._models.reclaimer.request_cancelled(hosted)
             self._ended(entry.model, run)
 

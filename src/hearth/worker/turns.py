@@ -151,15 +151,11 @@ class Turns:
     def is_in_turn(self, model: ModelId) -> bool:
         return self._policy is not None and self._policy.is_in_turn(model)
 
-    def next_due_in_s(self, model: ModelId) -> float | None:
+    def due_in_s(self, model: ModelId) -> float | None:
         """Return the seconds until the next token of a model is due; None: it has no requests."""
         if self._policy is None or math.isinf(due_s := self._policy.due_s(model)):
             return None
         return due_s - time.monotonic()
-
-    def due_in_s(self, model: ModelId) -> float:
-        """Return the seconds until a waiting model must have its turn; 0: it is late, or only pinned."""
-        return max(0.0, self.next_due_in_s(model) or 0.0)
 
     def next_in_line(self) -> list[ModelId]:
         return [] if self._policy is None else self._policy.next_in_line(time.monotonic())

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from hearth.core.errors import HearthError, LoadCancelled
 from hearth.memory.pool import Gap, Space
-from hearth.models.layout import ByteRange, Layout
+from hearth.models.layout import Layout
 from hearth.models.weights import WeightGate
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
 from hearth.store.format.manifest import Manifest
@@ -55,7 +55,10 @@ LoadNews = Progressed | AlmostLoaded | WeightsLoaded | ModelBroken
 
 
 class WeightsTransfer:
-    """A transfer of weights under way or over. Called by the thread that owns the model."""
+    """The lease, the mapped pages and the copies of a model's missing weights.
+
+    One thread starts it; the thread that owns the model cancels it.
+    """
 
     def __init__(
         self,
@@ -63,17 +66,36 @@ class WeightsTransfer:
         manifest: Manifest,
         space: Space,
         layout: Layout,
-        mapping: PageMapping,
+        map_pages: Callable[[], PageMapping],
         loader: Loader,
         post: Callable[[LoadNews], None],
     ) -> None:
-        """Start it. `lease` has the model's `missing_chunks`; `layout` is how the model is served.
+        """`lease` has the model's `missing_chunks`; `layout` is how the model is served.
 
-        `mapping` maps the gaps of the space. `post` is called by other threads.
+        `map_pages` begins to map the parts of the space. `post` is called by other threads.
         """
-        self._manifest, self._mapping = manifest, mapping
-        self._is_widened = is_widened = layout != manifest.layout
-        self._is_cancelled = is_cancelled = threading.Event()
+        self._lease, self._manifest, self._space, self._layout = lease, manifest, space, layout
+        self._map_pages, self._loader, self._post = map_pages, loader, post
+        self._is_widened = layout != manifest.layout
+        self._is_cancelled = threading.Event()
+        self._lock = threading.Lock()  #: keeps starting and cancelling apart; guards the fields below
+        self.mapping: PageMapping | None = None  #: None: it is not started, or was cancelled before
+        self._transfer: Transfer | None = None
+
+    def start(self) -> None:
+        """Start it, unless it was cancelled, once a keeper grants the lease. Raises as `Lease.begin`."""
+        self._lease.begin()
+        with self._lock:
+            if not self._is_cancelled.is_set():
+                # Not before the lease has begun: a thread that maps keeps the interpreter from one that asks.
+                self.mapping = self._map_pages()
+                transfer = self._new_transfer(self.mapping)
+                transfer.start(self._loader.threads)
+                self._transfer = transfer  # behind the start: a transfer that cannot start never ends
+
+    def _new_transfer(self, mapping: PageMapping) -> Transfer:
+        lease, manifest, space, layout = self._lease, self._manifest, self._space, self._layout
+        post, is_widened, is_cancelled = self._post, self._is_widened, self._is_cancelled
         progress = _Progress(
             manifest, missing_chunks(manifest, space.gaps), lease, post, is_widened=is_widened
         )
@@ -96,19 +118,23 @@ class WeightsTransfer:
 
         pieces = [LoadPiece.to(gap.part, gap.destination) for gap in space.gaps]
         hooks = TransferHooks(progress.leased, arriving, progress.released, ended)
-        self._transfer = loader.transfer(lease.name, lease, Destination(manifest, pieces, mapping), hooks)
-        self._transfer.start(loader.threads)
+        return self._loader.transfer(lease.name, lease, Destination(manifest, pieces, mapping), hooks)
 
     def gate(self) -> WeightGate | None:
-        """Return what steps wait for; None: none can run before all is there, because it is widened then."""
-        if self._is_widened:
+        """Return what steps wait for; None: it is not started, or none can run before all is widened."""
+        if self._is_widened or self._transfer is None or self.mapping is None:
             return None
-        return _MappedGate(TransferGate(self._transfer, self._manifest), self._mapping, self._manifest)
+        return TransferGate(self._transfer, self._manifest, self.mapping)
 
     def cancel(self) -> None:
         """Cancel the transfer, if it is not over, and wait until no thread touches the memory."""
-        self._is_cancelled.set()
-        self._transfer.cancel()
+        with self._lock:
+            self._is_cancelled.set()
+            if self.mapping is not None:
+                self.mapping.stop()
+            self._lease.cancel()
+            if self._transfer is not None:
+                self._transfer.cancel()
 
 
 def missing_chunks(manifest: Manifest, gaps: Sequence[Gap]) -> list[int]:
@@ -126,28 +152,6 @@ def _widen(manifest: Manifest, layout: Layout, space: Space, is_cancelled: threa
             place = space.places[served.name]
             widen_in_place(place.base[place.offset : place.offset + served.nbytes], stored, served)
     return time.perf_counter() - began_s
-
-
-class _MappedGate:
-    """A `WeightGate` that also waits for bytes that are there and have only to be mapped."""
-
-    def __init__(self, gate: TransferGate, mapping: PageMapping, manifest: Manifest) -> None:
-        self._gate, self._mapping, self._manifest = gate, mapping, manifest
-
-    def is_open(self) -> bool:
-        return self._mapping.is_done and self._gate.is_open()
-
-    def embed(self) -> None:
-        self._mapping.wait_for(ByteRange(0, self._manifest.layers[0].begin))
-        self._gate.embed()
-
-    def layer(self, layer: int) -> None:
-        self._mapping.wait_for(self._manifest.layers[layer])
-        self._gate.layer(layer)
-
-    def head(self) -> None:
-        self._mapping.wait()
-        self._gate.head()
 
 
 class _Progress:

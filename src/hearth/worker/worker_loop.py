@@ -311,7 +311,8 @@ class WorkerLoop:
             case Progressed(num_bytes, num_layers):
                 self._send(LoadProgress(model, hosted.order.hosting, num_bytes, num_layers))
             case AlmostLoaded():
-                hosted.almost_loaded()
+                if (load := hosted.load_under_way) is not None:
+                    load.is_almost_loaded = True
             case WeightsLoaded():
                 self._try(model, lambda: self._models.weights_loaded(hosted, news))
             case ModelBroken(failure):
@@ -323,11 +324,8 @@ class WorkerLoop:
 
     def _load_deferred(self) -> None:
         for hosted in self._hosted_of(self._models.reclaimer.policy.deferred()):
-            self._load(hosted)
-
-    def _load(self, hosted: HostedModel) -> None:
-        self._send_loaded(self._start_load(hosted))
-        self._runs.begin_queued(hosted)
+            self._send_loaded(self._start_load(hosted))
+            self._runs.begin_queued(hosted)
 
     def _start_load(self, hosted: HostedModel) -> ModelLoaded | None:
         """Load what a model lacks, unless that is under way. Returns the news if nothing is missing."""

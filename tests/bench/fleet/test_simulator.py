@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.fleet.costs import CostModel
@@ -138,7 +138,6 @@ REQUESTS = st.lists(st.tuples(st.sampled_from("abcd"), st.floats(0.0, 60.0)), ma
 LOSSES = st.lists(st.floats(1.0, 60.0), max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
 @given(REQUESTS, LOSSES, st.integers(0, 5), st.sampled_from([0.0, 0.3]))
 def test_every_request_ends_once_and_the_same_seed_says_the_same(
     requests: list[tuple[str, float]], losses: list[float], seed: int, cancelled_share: float

@@ -412,7 +412,7 @@ def test_a_row_that_cannot_be_read_can_be_removed(data_dir: DataDir, checkpoint:
 
 @pytest.mark.e2e
 def test_a_base_that_changes_keeps_its_adapters_and_warns_of_them(
-    data_dir: DataDir, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    data_dir: DataDir, checkpoint: Path, converted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = made(data_dir, checkpoint, "tiny")
     order = DeployOrder(str(write_peft(tmp_path / "lora", targets=["q_proj"])), "shop", base="tiny")
@@ -421,7 +421,7 @@ def test_a_base_that_changes_keeps_its_adapters_and_warns_of_them(
         assert register(base, True, registry, data_dir).warning is None, "its weights are the same"
 
     async def scene(rig: DeploymentsRig) -> None:
-        view = await rig.deploy(checkpoint, "tiny", quant="int8", overwrite=True)
+        view = await rig.deploy(converted, "tiny", overwrite=True)
         assert view.warning is not None
         assert "adapters trained on its previous weights are still deployed: shop; redeploy" in view.warning
         assert f"adapters_outdated base=tiny reason={view.warning}" in caplog.messages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -116,7 +116,6 @@ def pongs(draw: st.DrawFn) -> Pong:
     return structs.replace(told, adapters=adapters)
 
 
-@settings(max_examples=200)
 @given(pongs())
 def test_parts_are_of_known_kinds_and_make_up_the_budget(told: Pong) -> None:
     found = pool_parts(told)

@@ -358,7 +358,7 @@ class Loop:
     def expected(self, request: EngineRequest) -> tuple[list[int], FinishReason | type[HearthError]]:
         """What the request yields when it has the device to itself, from the start."""
         guide = request.guide.afresh() if isinstance(request.guide, Alternating) else None
-        capacity = self.batcher.blocks.capacity_tokens
+        capacity = self.batcher.request_limits.kv_tokens
         max_tokens = min(self.limits.max_context, capacity) - len(request.prompt)
         if request.sampling.max_tokens is not None:
             max_tokens = max(1, min(max_tokens, request.sampling.max_tokens))

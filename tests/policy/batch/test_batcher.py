@@ -604,7 +604,7 @@ def test_a_prefix_is_shared_while_its_first_owner_still_runs() -> None:
     engine.add(request("b", range(8)))
     plan = launched(engine)
     assert plan.admissions[0].num_cached_tokens == 4
-    assert engine.batcher.blocks.num_holders(1) == 2
+    assert engine.batcher.blocks.num_holders[1] == 2
 
 
 def test_output_becomes_a_prefix_too() -> None:
@@ -615,7 +615,7 @@ def test_output_becomes_a_prefix_too() -> None:
     assert launched(engine).admissions[0].num_cached_tokens == 8
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_texts_that_branch_off_each_other_are_not_mixed_up_where_blocks_are_short(seed: int) -> None:
     chance = random.Random(seed)
     engine = loop(
@@ -727,7 +727,7 @@ def test_a_prompt_that_is_cancelled_before_its_commit_is_no_prefix_any_more(has_
     engine.add(request("c", range(9)))
     assert launched(engine).admissions[0].num_cached_tokens == 0
     engine.drain()
-    assert engine.batcher.blocks.num_cached == 3 if has_follower else 2
+    assert len(engine.batcher.blocks.cached) == 3 if has_follower else 2
 
 
 def test_a_prompt_whose_leader_is_preempted_goes_on_alone() -> None:
@@ -814,7 +814,7 @@ def test_the_device_of_these_tests_knows_behind_which_tokens_a_block_was_compute
 
 
 @given(st.lists(st.tuples(PROMPTS, st.sampled_from([b"alice", b"bob", b""])), min_size=2, max_size=8))
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True)
 def test_with_room_for_all_no_salt_changes_what_another_finds(
     asked: list[tuple[tuple[int, ...], bytes]],
 ) -> None:
@@ -1024,7 +1024,7 @@ def test_a_chunk_without_finite_logits_fails_before_the_prompt_ends_and_is_no_pr
     assert not launched(engine).rows[0].samples
     engine.commit()
     assert engine.reasons == {RequestId("a"): LogitsNotFinite}
-    assert engine.batcher.blocks.num_cached == 0
+    assert len(engine.batcher.blocks.cached) == 0
 
 
 def test_what_a_failed_request_found_and_nobody_else_reads_is_no_prefix_any_more() -> None:
@@ -1032,12 +1032,12 @@ def test_what_a_failed_request_found_and_nobody_else_reads_is_no_prefix_any_more
     engine = loop(block_tokens=4)
     engine.add(request("before", [1] * 8, max_tokens=1))
     engine.drain()
-    assert engine.batcher.blocks.num_cached == 2
+    assert len(engine.batcher.blocks.cached) == 2
     engine.device.nan_token = NAN
     engine.add(request("a", [*[1] * 8, NAN]))
     assert launched(engine).admissions[0].num_cached_tokens == 8
     engine.commit()
-    assert (engine.batcher.blocks.num_cached, engine.batcher.has_work) == (0, False)
+    assert (len(engine.batcher.blocks.cached), engine.batcher.has_work) == (0, False)
 
 
 def test_a_prefix_that_others_read_stays_when_one_reader_fails() -> None:
@@ -1148,7 +1148,5 @@ class Schedules(Driven):
             assert len(self.engine.reasons) == self.num_added
 
 
-Schedules.TestCase.settings = settings(
-    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40
-)
+Schedules.TestCase.settings = settings(derandomize=True, stateful_step_count=40)
 TestAnySchedule = Schedules.TestCase

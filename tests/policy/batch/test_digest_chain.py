@@ -45,7 +45,7 @@ def test_a_salt_cannot_pass_for_the_digest_of_a_prefix() -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(0, 20), st.integers(1, 5))
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 def test_extending_digests_step_by_step_equals_hashing_at_once(
     tokens: list[int], cut: int, block_tokens: int
 ) -> None:
@@ -62,7 +62,7 @@ SALTS = st.one_of(st.binary(max_size=4), st.binary(min_size=32, max_size=32))
 
 
 @given(PROMPTS, PROMPTS, SALTS, SALTS, st.integers(1, 4))
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 def test_two_salts_have_no_digest_in_common_and_one_has_those_of_common_blocks(
     one: list[int], other: list[int], salt: bytes, other_salt: bytes, block_tokens: int
 ) -> None:
@@ -80,7 +80,7 @@ ADAPTERS = st.none() | st.text("ab", min_size=1, max_size=2).map(AdapterId)
 
 
 @given(PROMPTS, SALTS, SALTS, ADAPTERS, ADAPTERS)
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 def test_two_adapters_have_no_digest_in_common_whatever_their_salts(
     prompt: list[int], salt: bytes, other_salt: bytes, adapter: AdapterId | None, other: AdapterId | None
 ) -> None:

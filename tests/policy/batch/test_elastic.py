@@ -78,7 +78,7 @@ LOADS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, 
 
 
 @given(LOADS, st.integers(1, 9))
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True)
 def test_a_load_that_comes_back_within_an_epoch_finds_its_blocks(
     load: list[tuple[int, int]], extent_blocks: int
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_load_that_comes_back_within_an_epoch_finds_its_blocks(
 
 
 @given(st.integers(0, 60), st.integers(0, 20), st.integers(0, 200), st.integers(1, 9))
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True)
 def test_under_a_constant_load_kv_settles_and_never_grows_again(
     num_live: int, num_running: int, num_before: int, extent_blocks: int
 ) -> None:
@@ -105,7 +105,7 @@ def test_under_a_constant_load_kv_settles_and_never_grows_again(
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20), st.integers(1, 300)), max_size=8))
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True)
 def test_a_whole_epoch_lies_between_growing_and_giving_back(phases: list[tuple[int, int, int]]) -> None:
     kv = Kv()
     last_growth = 0

@@ -107,7 +107,7 @@ def test_an_extent_without_live_blocks_goes_and_its_prefixes_with_it() -> None:
     assert clear(engine, range(2, 4), may_move=False, may_preempt=False) == 0
     engine.add(request("b", range(10)))
     assert engine.batcher.blocks.num_blocks == 2
-    assert engine.batcher.blocks.num_cached == 1
+    assert len(engine.batcher.blocks.cached) == 1
 
 
 def test_live_blocks_move_to_the_lowest_free_ones_and_tables_follow() -> None:
@@ -139,7 +139,7 @@ def test_a_shared_block_moves_for_all_its_holders() -> None:
     engine.commit()
     engine.add(request("b", range(8), max_tokens=8))
     launched(engine)
-    assert engine.batcher.blocks.num_holders(1) == 2
+    assert engine.batcher.blocks.num_holders[1] == 2
     assert clear(engine, range(1, 2)) == 1
     assert len(launched(engine).table_writes) >= 2
     engine.drain()
@@ -153,7 +153,7 @@ def test_a_moved_prefix_is_still_found_and_one_that_was_moved_over_is_not() -> N
     launched(engine)
     engine.commit()
     book = engine.batcher.blocks
-    assert (book.num_live, book.num_cached, book.num_free) == (2, 2, 0)
+    assert (book.num_live, len(book.cached), len(book.free)) == (2, 2, 0)
     assert clear(engine, range(3, 5)) == 2
     engine.drain()
     engine.batcher.kv.add(range(30, 38))
@@ -264,17 +264,17 @@ class ElasticSchedules(Driven):
         batcher, book = self.engine.batcher, self.engine.batcher.blocks
         wanted = batcher.kv.wanted_blocks()
         place = 9
-        while book.num_free < wanted:
+        while len(book.free) < wanted:
             if range(2 + 4 * place, 2 + 4 * place + EXTENT_BLOCKS) not in self.extents:
                 self.grow(place)
             place += 1
         if len(self.engine.in_flight) < 2:
-            num_free, num_blocks = book.num_free, book.num_blocks
+            num_free, num_blocks = len(book.free), book.num_blocks
             in_the_way = tuple(one.request_id for one in batcher._in_the_way())
             assert len(in_the_way) <= 1
             batcher.take_preempted()
             plan = self.engine.launch()
-            written = 0 if plan is None else num_free - book.num_free
+            written = 0 if plan is None else num_free - len(book.free)
             assert written <= wanted
             assert in_the_way or written >= 0
             assert (batcher.take_preempted(), book.num_blocks) == (in_the_way, num_blocks)
@@ -317,7 +317,5 @@ class ElasticSchedules(Driven):
             assert len(self.engine.reasons) == self.num_added
 
 
-ElasticSchedules.TestCase.settings = settings(
-    derandomize=True, deadline=None, max_examples=80, stateful_step_count=40
-)
+ElasticSchedules.TestCase.settings = settings(derandomize=True, stateful_step_count=40)
 TestAnyElasticSchedule = ElasticSchedules.TestCase

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.digest_chain import DigestChain
 from hearth.policy.batch.prefix import KnownPrefix, PrefixRun, Publication
 
@@ -63,18 +63,14 @@ class Shelf:
         holder.num_published += len(blocks)
 
     def clear(self, extent: range) -> bool:
-        live, targets = self.book.live_in(extent), self.book.available_outside(extent, len(extent))
-        if len(live) > len(targets):
+        if self.book.num_available < len(extent):
             return False
-        moves = list(map(BlockMove, live, targets))
-        self.book.move(moves)
-        at = {move.source: move.target for move in moves}
+        at = {move.source: move.target for move in self.book.remove(extent)}
         for holder in self.holders:
             holder.blocks = [at.get(block, block) for block in holder.blocks]
-        contents = {at[block]: self.content.pop(block) for block in live if block in self.content}
+        contents = {at[block]: self.content.pop(block) for block in at if block in self.content}
         self.content |= contents
         self.first |= {content: at[block] for content, block in self.first.items() if block in at}
-        self.book.remove(extent)
         return True
 
     def check(self) -> None:
@@ -101,7 +97,7 @@ class Shelf:
 
 
 @given(st.data())
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True)
 def test_as_much_is_found_as_by_digests_of_every_block_and_nothing_that_differs(data: st.DataObject) -> None:
     shelf = Shelf(BlockBook(block_tokens=1, floor_blocks=1))
     shelf.book.add(range(1, 9))
@@ -119,7 +115,7 @@ def test_as_much_is_found_as_by_digests_of_every_block_and_nothing_that_differs(
             case "end" | "fail" if holder is not None:
                 if kind == "fail":
                     shelf.book.withdraw(holder.blocks)
-                shelf.book.release(holder.blocks)
+                shelf.book.release_all([holder.blocks])
                 holders[:] = [one for one in holders if one is not holder]
             case "grow":
                 extents.append(range(next_block, next_block + 2))
@@ -150,7 +146,7 @@ BLOCKS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
 
 @given(BLOCKS, BLOCKS, st.integers(1, 3), st.integers(0, 5), st.data())
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 def test_a_run_is_followed_up_to_the_first_block_that_differs(
     mine: list[int], theirs: list[int], block_tokens: int, first: int, data: st.DataObject
 ) -> None:
@@ -178,7 +174,7 @@ def test_a_run_is_followed_up_to_the_first_block_that_differs(
 
 
 @given(st.integers(0, 6), st.integers(0, 6))
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 def test_no_digest_is_computed_behind_the_first_block_that_nobody_knows(
     num_known: int, num_most: int
 ) -> None:
@@ -244,7 +240,7 @@ def test_who_waits_does_not_find_what_another_has_put_where_a_run_was_cut() -> N
     waiting, first, second = (DigestChain(one, 1) for one in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], TOKENS[1]))
     held = book.allocate(5) or []
     book.publish([Publication(first, 0, None, held[:])])
-    book.release(held)
+    book.release_all([held])
     hits = book.prefixes.match(second)
     book.take(hits)
     prefix.follow(book.prefixes, waiting, 5)
@@ -267,7 +263,7 @@ def test_who_lost_what_is_before_is_not_taken_for_another_that_goes_on_alike() -
     for text, blocks in zip((other, gone, mine), held, strict=True):
         book.publish([Publication(text, 0, None, blocks[:2])])
     book.publish([Publication(other, 2, held[0][1], held[0][2:])])
-    book.release(held[1])
+    book.release_all([held[1]])
     assert book.allocate(2) is not None  # for which the only block that was found by 1 2 has to go
     book.publish([Publication(mine, 2, held[2][1], held[2][2:])])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import BATCH_PATIENCE_S, Pace
@@ -120,7 +120,6 @@ def test_a_prompt_in_chunks_takes_blocks_of_those_behind_it_before_they_decode_w
     assert engine.reasons.keys() == {"b", "i"}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     num_blocks=st.integers(4, 12),
     block_tokens=st.integers(1, 2),
@@ -135,7 +134,7 @@ def test_a_prompt_in_chunks_ends_beside_any_batch_requests(
     """The fake device notices where two write or read the same block."""
     engine = loop(num_blocks=1 + num_blocks, block_tokens=block_tokens)
     engine.max_prompt_tokens = 1
-    capacity = engine.batcher.blocks.capacity_tokens
+    capacity = engine.batcher.request_limits.kv_tokens
     for number in range(num_batch):
         engine.add(batch(f"b{number}", min(2, capacity - 1), num_tokens))
     for _ in range(num_steps):
@@ -184,7 +183,6 @@ def runs_first(engine: Loop, names_: set[str]) -> bool:
     return bool(names_ & {str(one.request_id) for one in engine.batcher._sequences.running()})
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.1, 6.0), st.integers(1, 12), st.integers(1, 6)), min_size=5, max_size=30),
     st.integers(1, 3),

@@ -62,8 +62,8 @@ def books(batcher: Batcher) -> tuple[object, ...]:
         (one.request.request_id, one.slot, one.tokens, one.blocks, one.num_planned, one.num_published)
         for one in batcher._sequences.running()
     ]
-    free, cached = sorted(blocks._free), list(blocks._cached)
-    return running, batcher.num_waiting, free, cached, sorted(blocks.prefixes), blocks._num_holders
+    free, cached = sorted(blocks.free), list(blocks.cached)
+    return running, batcher.num_waiting, free, cached, sorted(blocks.prefixes), blocks.num_holders
 
 
 @given(REQUESTS, st.integers(10, 24), st.booleans(), st.data())

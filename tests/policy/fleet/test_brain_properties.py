@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hearth.core.types import Hold, ModelId, RequestId, WorkerId
+from hearth.core.types import LOCAL, Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import (
@@ -44,7 +44,7 @@ def checked(config: BrainConfig, moves: Moves) -> World:
 
 def can_take(worker: Worker, model: Model, *holds: Hold) -> bool:
     """Whether a worker would have room for a model if all others so held were gone."""
-    if model.profile is None or model.name in worker.replicas:
+    if model.profile is None or model.name in worker.replicas or worker.is_draining:
         return False
     if model.usable and worker.name in model.failed_on:
         return False
@@ -57,7 +57,7 @@ def can_take(worker: Worker, model: Model, *holds: Hold) -> bool:
 
 def can_take_turns(worker: Worker, model: Model) -> bool:
     """Whether a worker could host a model, each in turn, beside pinned ones and what busy ones keep."""
-    if model.profile is None or model.name in worker.replicas:
+    if model.profile is None or model.name in worker.replicas or worker.is_draining:
         return False
     footprint = model.profile.footprints[worker.kind]
     staying = [one for one in worker.replicas.values() if one.hold not in (Hold.RETAINED, Hold.WARM)]
@@ -175,8 +175,8 @@ def check_warm_models_go_last(fleet: Fleet, model: Model, place: ReplicaPlace) -
     ):
         assert model.profile is not None
         bytes_there = model.resident_bytes.get(place.worker.name, 0)
-        all_s = fleet.estimates.reload.load_s(model.profile.num_bytes, model.bytes_by_rung)
-        rest_s = fleet.estimates.reload.load_s(model.profile.num_bytes - bytes_there, model.bytes_by_rung)
+        all_s = fleet.estimates.load_s(model.profile.num_bytes, model, LOCAL)
+        rest_s = fleet.estimates.load_s(model.profile.num_bytes - bytes_there, model, LOCAL)
         assert place.evictions.evict_s < all_s - rest_s
 
 
@@ -189,7 +189,7 @@ def check_the_cheapest_place_is_chosen(fleet: Fleet, model: Model, place: Replic
         assert {worker.name for worker in workers if can_take(worker, model)} <= cost_by_worker.keys()
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150)
 @given(CONFIGS, MANY_MOVES)
 def test_whatever_happens_the_books_are_right_and_every_request_ends_once(
     config: BrainConfig, moves: Moves
@@ -201,7 +201,7 @@ def test_whatever_happens_the_books_are_right_and_every_request_ends_once(
     assert not world.fleet.queues.patient
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_long_lives_end_well_too(seed: int) -> None:
     """Rare meetings, of a pin, a loss and a new version, that short lists of moves hardly contain."""
     choose = random.Random(seed)
@@ -213,7 +213,6 @@ def test_long_lives_end_well_too(seed: int) -> None:
     assert not world.cluster.requests, "somebody waits for ever"
 
 
-@settings(max_examples=50, deadline=None)
 @given(CONFIGS, MANY_MOVES)
 def test_the_same_events_always_lead_to_the_same_actions(config: BrainConfig, moves: Moves) -> None:
     world = checked(config, moves)
@@ -236,7 +235,6 @@ def test_of_equal_workers_the_one_with_most_bytes_of_a_model_gets_it(bytes_there
     assert known_bytes[int(load.worker[1:])] == max(known_bytes)
 
 
-@settings(max_examples=50, deadline=None)
 @given(CONFIGS, MANY_MOVES)
 def test_a_plan_of_evictions_needs_every_one_of_its_victims(config: BrainConfig, moves: Moves) -> None:
     fleet = checked(config, moves).fleet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import Hold, ModelId
@@ -17,7 +17,6 @@ from hearth.policy.fleet.events import (
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, MODELS, Moves, played, profile
 
 
-@settings(max_examples=40, deadline=None)
 @given(CONFIGS, LONG_LIVES, st.sampled_from(MODELS))
 def test_of_a_removed_model_only_busy_replicas_stay(config: BrainConfig, moves: Moves, name: ModelId) -> None:
     world = played(config, moves)
@@ -32,7 +31,6 @@ def test_of_a_removed_model_only_busy_replicas_stay(config: BrainConfig, moves: 
         assert not model.resident_bytes
 
 
-@settings(max_examples=40, deadline=None)
 @given(CONFIGS, LONG_LIVES, st.sampled_from(MODELS))
 def test_of_a_replaced_model_only_busy_replicas_stay_and_its_old_bytes_count_for_nothing(
     config: BrainConfig, moves: Moves, name: ModelId
@@ -51,7 +49,6 @@ def test_of_a_replaced_model_only_busy_replicas_stay_and_its_old_bytes_count_for
     assert not world.fleet.models[name].resident_bytes
 
 
-@settings(max_examples=40, deadline=None)
 @given(CONFIGS, LONG_LIVES, st.sampled_from(MODELS), st.booleans())
 def test_a_stopped_model_is_retained_or_freed_and_not_loaded_unasked(
     config: BrainConfig, moves: Moves, name: ModelId, is_freed: bool

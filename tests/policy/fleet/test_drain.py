@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from hearth.core.types import Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.brain import step
@@ -26,7 +26,6 @@ from hearth.policy.fleet.records import Drain, Model, Replica, Worker
 from tests.policy.fleet.world import LONG_LIVES, Moves, played, profile
 
 
-@settings(max_examples=40, deadline=None)
 @given(LONG_LIVES)
 def test_a_drain_suffices_and_spares_pinned_models_loads_and_those_who_came_earlier(moves: Moves) -> None:
     fleet = played(BrainConfig(patience_s=3.0), moves).fleet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.policy.fleet.events import Action, BrainConfig, End, LoadModel, Reject, RejectReason
@@ -171,7 +171,6 @@ def test_clients_come_back_neither_at_once_nor_never(seconds: float) -> None:
     assert 1.0 <= clamp_retry_s(seconds) <= 60.0
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     workers=st.integers(1, 3),
     takes_turns=st.booleans(),

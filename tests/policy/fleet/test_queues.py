@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import ModelId, RequestId, WorkerId
@@ -74,7 +74,6 @@ def test_a_batch_request_that_waits_again_is_patient_until_its_line_and_no_longe
         queues.line_up(model)
 
 
-@settings(max_examples=400, deadline=None)
 @given(CHANGES, st.floats(0.0, 120.0))
 def test_models_stand_in_the_order_of_their_first_request(
     changes: list[tuple[str, int]], now_s: float

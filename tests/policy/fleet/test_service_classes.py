@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import BATCH_PATIENCE_S, ModelId, RequestId, WorkerId
@@ -151,7 +151,6 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(MOVES, st.sampled_from([1, 2, 4, 9]))
 def test_whoever_starts_before_a_batch_request_that_waits_came_within_its_patience(
     moves: list[tuple[float, str]], max_seqs: int

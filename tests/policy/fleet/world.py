@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bench.fleet.cluster import SimulatedCluster
 from bench.fleet.worker import SimulatedReplica
-from hearth.core.types import Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
+from hearth.core.types import LOCAL, Hold, ModelId, NodeId, RequestId, Rung, TurnEnd, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -26,12 +26,16 @@ from hearth.policy.fleet.events import (
     End,
     Event,
     Evict,
+    LinkMeasured,
+    LoadModel,
     LoadProgressed,
     ModelDeployed,
     ModelFailed,
     ModelReady,
     ModelRemoved,
     ModelStopped,
+    NodeDraining,
+    NodeLost,
     Reject,
     RejectReason,
     RequestArrived,
@@ -52,6 +56,7 @@ from hearth.policy.fleet.residents import State, list_residents
 T = TypeVar("T")
 KEEP_ALIVES_S = (None, None, None, 0.0, 5.0, math.inf)
 MODELS = tuple(ModelId(f"m{n}") for n in range(6))
+NODES = (LOCAL, NodeId("n1"), NodeId("n2"))
 
 
 def profile(
@@ -175,7 +180,10 @@ class World:
             name = WorkerId(self.new_id("w"))
             kind = ("cuda", "cuda", "cpu")[number % 3]
             budget_bytes = (100, 100, 60)[number // 3 % 3]
-            self.tell(WorkerJoined(self.now_s, name, kind, budget_bytes, kind == "cuda"))
+            most, present = self.fleet.most_by_node, self.fleet.num_workers_by_node
+            lacking = [node for node, num in most.items() if present[node] < num]
+            node = lacking[0] if lacking else NODES[number // 9 % len(NODES)]  # a lost one is replaced first
+            self.tell(WorkerJoined(self.now_s, name, kind, budget_bytes, kind == "cuda", node))
 
     def lose(self, number: int) -> None:
         """A worker is lost in a step of one of its models, or of one that has just left, or between steps."""
@@ -195,6 +203,31 @@ class World:
                 if culprit is not None and isinstance(action, Reject):
                     is_at_fault = requests[action.request_id].model.name == culprit
                     assert is_at_fault or action.reason is not RejectReason.WORKERS_LOST, f"{action}"
+
+    def lose_node(self, number: int) -> None:
+        """A node is lost with all its workers, and no request or model is to blame."""
+        node = NODES[1:][number % 2]
+        requests = dict(self.fleet.queues.requests)
+        num_losses = {request_id: request.num_losses for request_id, request in requests.items()}
+        there = [name for name, one in self.fleet.workers.items() if one.node == node]
+        for name in there:
+            self.tell(WorkerLost(self.now_s, name, reason="was cut off", is_with_node=True))
+        self.tell(NodeLost(self.now_s, node))
+        assert {request_id: request.num_losses for request_id, request in requests.items()} == num_losses
+        assert not any(node in model.residency for model in self.fleet.models.values())
+        assert node not in self.fleet.draining
+
+    def drain_node(self, number: int) -> None:
+        node, is_draining = NODES[number % len(NODES)], number // len(NODES) % 3 == 0
+        actions = self.tell(NodeDraining(self.now_s, node, is_draining))
+        if is_draining:
+            there = {name for name, one in self.fleet.workers.items() if one.node == node}
+            taken = {one.worker for one in actions if isinstance(one, Dispatch | LoadModel)}
+            assert not there & taken, f"{node} is being drained: {actions}"
+
+    def measure_link(self, number: int) -> None:
+        source, target = NODES[number % 3], NODES[(number + 1 + number // 3 % 2) % 3]
+        self.tell(LinkMeasured(self.now_s, source, target, 1e6 * (1 + number % 100), 0.001))
 
     def arrive(self, number: int) -> None:
         model = MODELS[number % len(MODELS)]
@@ -242,7 +275,8 @@ class World:
 
     def report(self, number: int) -> None:
         bytes_by_rung = {Rung.HOST: number % 50, Rung.DISK: number // 50 % 100}
-        self.tell(ResidencyReported(self.now_s, MODELS[number % len(MODELS)], bytes_by_rung))
+        node = NODES[number // 6 % len(NODES)]
+        self.tell(ResidencyReported(self.now_s, MODELS[number % len(MODELS)], bytes_by_rung, node))
 
     def report_device(self, number: int) -> None:
         """A worker says what it has, or anything else of what it has or had, and of a model it never had."""
@@ -284,7 +318,9 @@ class World:
     def come_to_rest(self) -> None:
         """Lost workers are replaced, loads end, requests finish, turns come, until nothing can happen."""
         for _ in range(1000):
-            if not self.fleet.is_complete:
+            if self.fleet.draining:
+                self.tell(NodeDraining(self.now_s, next(iter(self.fleet.draining)), is_draining=False))
+            elif not self.fleet.is_complete:
                 self.join(0)
             elif self._loading():
                 self.ready(0)
@@ -379,6 +415,9 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "fail": World.fail,
     "join": World.join,
     "lose": World.lose,
+    "lose_node": World.lose_node,
+    "drain_node": World.drain_node,
+    "measure_link": World.measure_link,
     "deploy": World.deploy,
     "remove": World.remove,
     "stop": World.stop,

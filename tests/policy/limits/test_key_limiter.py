@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import RateStatus, WindowStatus
@@ -133,7 +133,6 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     MOVES,
     st.builds(
@@ -187,7 +186,6 @@ def test_whatever_happens_no_limit_is_passed_and_every_place_comes_back(
     assert not tickets or tickets[0].state.num_running == 0
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.floats(0.0, 30.0), st.integers(0, 10_000)), max_size=200))
 def test_keys_that_have_not_asked_for_a_minute_are_forgotten(asked: list[tuple[float, int]]) -> None:
     limiter, now_s = KeyLimiter[str](), 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.policy.limits.sliding_window import WINDOW_S, SlidingWindow
@@ -12,7 +12,6 @@ from hearth.policy.limits.sliding_window import WINDOW_S, SlidingWindow
 TAKES = st.lists(st.tuples(st.floats(0.0, 40.0), st.integers(1, 5)), max_size=40)
 
 
-@settings(max_examples=100, deadline=None)
 @given(TAKES, st.integers(1, 12))
 def test_no_minute_wherever_it_begins_has_more_than_the_limit(
     takes: list[tuple[float, int]], limit: int
@@ -30,7 +29,6 @@ def test_no_minute_wherever_it_begins_has_more_than_the_limit(
         assert sum(within) <= limit
 
 
-@settings(max_examples=100, deadline=None)
 @given(TAKES, st.integers(1, 5), st.integers(5, 40))
 def test_what_has_to_wait_fits_at_the_time_that_was_said_and_not_a_second_before(
     takes: list[tuple[float, int]], amount: int, limit: int
@@ -48,7 +46,6 @@ def test_what_has_to_wait_fits_at_the_time_that_was_said_and_not_a_second_before
     assert window.used <= used
 
 
-@settings(max_examples=60, deadline=None)
 @given(TAKES)
 def test_what_was_taken_comes_back_little_by_little_and_whole(takes: list[tuple[float, int]]) -> None:
     window, now_s = SlidingWindow(), 0.0

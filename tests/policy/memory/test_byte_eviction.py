@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import Hold, ModelId
 from hearth.policy.memory.byte_eviction import (
     EVICTIONS_PER_PRICING,
-    EvictionOrder,
+    ChunkEvictionOrder,
     Price,
     Tail,
     Take,
@@ -71,11 +71,11 @@ def test_a_limit_cuts_the_same_order(prices: dict[str, int], limit: int) -> None
 
 
 def test_an_order_without_candidates_gives_nothing() -> None:
-    assert EvictionOrder().pop([], lambda _: 0.0) is None
+    assert ChunkEvictionOrder().pop([], lambda _: 0.0) is None
 
 
 def test_an_order_holds_although_prices_change_until_it_is_used_up() -> None:
-    order = EvictionOrder()
+    order = ChunkEvictionOrder()
     digests = [f"{number:04}" for number in range(16 * EVICTIONS_PER_PRICING)]
     first = order.pop(digests, lambda digest: float(digest))
     rest = [order.pop(digests, lambda digest: -float(digest)) for _ in range(EVICTIONS_PER_PRICING)]
@@ -83,7 +83,7 @@ def test_an_order_holds_although_prices_change_until_it_is_used_up() -> None:
 
 
 def test_a_discarded_chunk_is_not_evicted_until_all_are_priced_anew() -> None:
-    order = EvictionOrder()
+    order = ChunkEvictionOrder()
     digests = [f"{number:02}" for number in range(40)]  # of which three are in order
     order.pop(digests, lambda _: 0.0)
     order.discard("01")
@@ -92,7 +92,7 @@ def test_a_discarded_chunk_is_not_evicted_until_all_are_priced_anew() -> None:
 
 
 def test_an_order_of_few_chunks_is_short_so_that_cheaper_ones_get_in_soon() -> None:
-    order = EvictionOrder()
+    order = ChunkEvictionOrder()
     prices = {"dear": 9.0, "dearer": 10.0}
     assert order.pop(prices, prices.__getitem__) == "dear"
     prices["cheap"] = 1.0
@@ -146,7 +146,6 @@ def test_models_lose_something_only_when_all_goes_that_is_held_less(
         assert tail.hold >= most or num == len(tail.units)
 
 
-@settings(max_examples=150)
 @given(tails=tails(st.sampled_from([0, 1, 2, 5, 20, 60])), share=st.floats(0.0, 1.0))
 def test_nothing_is_taken_in_vain_and_no_exchange_is_cheaper(tails: list[Tail], share: float) -> None:
     num_bytes = int(share * freed_bytes(tails, [len(tail.units) for tail in tails]))

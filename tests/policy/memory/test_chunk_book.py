@@ -313,4 +313,4 @@ class AnyOrderOfCallsKeepingNothing(AnyOrderOfCalls):
 TestAnyOrderOfCalls = AnyOrderOfCalls.TestCase
 TestAnyOrderOfCallsKeepingNothing = AnyOrderOfCallsKeepingNothing.TestCase
 for _case in (TestAnyOrderOfCalls, TestAnyOrderOfCallsKeepingNothing):
-    _case.settings = settings(max_examples=60, stateful_step_count=40)
+    _case.settings = settings(stateful_step_count=40)

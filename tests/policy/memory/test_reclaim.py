@@ -824,7 +824,5 @@ class AnyEvents(RuleBasedStateMachine):
                 )
 
 
-AnyEvents.TestCase.settings = settings(
-    derandomize=True, deadline=None, max_examples=100, stateful_step_count=40
-)
+AnyEvents.TestCase.settings = settings(derandomize=True, stateful_step_count=40)
 TestAnyEvents = AnyEvents.TestCase

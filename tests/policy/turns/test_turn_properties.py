@@ -6,7 +6,7 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import ModelId, Pace, RequestId, TurnEnd
@@ -275,7 +275,6 @@ arrivals_of = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(stepped_models, min_size=1, max_size=6), arrivals_of, st.booleans(), st.booleans())
 def test_every_request_ends_once_and_promises_are_kept(
     models: list[SteppedModel], arrivals: list[Arrival], is_pinned: bool, shares_workspace: bool
@@ -301,7 +300,6 @@ def test_on_an_arena_three_busy_models_that_fit_one_at_a_time_all_have_turns_wit
     assert max(world.lateness_s) <= bound_s
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(stepped_models, min_size=2, max_size=5), arrivals_of)
 def test_no_token_comes_later_than_the_bound(models: list[SteppedModel], arrivals: list[Arrival]) -> None:
     """The bound that `turn_policy.py` states; a step of these models sends a token to everyone who waits."""
@@ -321,7 +319,6 @@ happenings = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(happenings)
 def test_whatever_happens_what_is_pinned_stays_and_nobody_is_woken_for_nothing(
     happenings: list[tuple[str, int, float]],

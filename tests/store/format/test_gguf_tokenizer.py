@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
@@ -159,7 +159,6 @@ def test_byte_level_tokens_are_those_of_transformers(pre: str, text: str, pairs:
 
 
 @given(text=st.text(max_size=40), pre=st.sampled_from(SAME_AS_TRANSFORMERS))
-@settings(max_examples=200, deadline=None)
 def test_byte_level_tokens_of_any_text_are_those_of_transformers(
     text: str, pre: str, pairs: dict[str, Pair]
 ) -> None:
@@ -324,7 +323,6 @@ def test_sentence_piece_tokens_are_those_of_llama_cpp(
 
 
 @given(text=st.text(max_size=30) | st.text("heartkps .\n", max_size=40))
-@settings(max_examples=200, deadline=None)
 def test_sentence_piece_tokens_of_any_text_are_those_of_llama_cpp(
     text: str, llama2: Pair, sentence_piece: dict[str, object]
 ) -> None:

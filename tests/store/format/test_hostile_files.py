@@ -366,6 +366,7 @@ def _made(sound: Path, root: Path) -> Iterator[tuple[Path, str]]:
         yield directory, message
 
 
+@pytest.mark.e2e
 def test_hostile_models_are_refused_by_name_in_little_memory_and_time(sound: Path, tmp_path: Path) -> None:
     """All in one process, which takes seconds to start."""
     expected = {str(path): message for path, message in _made(sound, tmp_path)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.errors import BadCheckpoint, ModelError, UnsupportedModel
@@ -258,7 +258,6 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_peft(tmp_path_factory.mktemp("fuzzed"), targets=["q_proj"])
 
 
-@settings(max_examples=100, deadline=None)
 @given(changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3))
 def test_whatever_a_config_holds_is_taken_or_refused(changes: dict[str, object], fuzzed: Path) -> None:
     usual = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}

@@ -19,7 +19,7 @@ from hearth.core.config import EngineConfig, StoreConfig
 from hearth.models.quantize import quantize
 from hearth.store.format.convert import convert
 from tests.models.test_quantize import dequantize
-from tests.models.zoo import VARIANTS, build, save, tiny
+from tests.models.zoo import FAMILIES, build, save, tiny
 from tests.store.format.gguf_files import byte_level_metadata, write_model
 from tests.store.stored import converted, stored_at
 
@@ -76,7 +76,7 @@ def test_chunks_hold_several_layers_and_layers_several_chunks() -> None:
     assert any(before[-1] == after[0] for before, after in pairwise(spans))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_converted_model_answers_as_its_source(name: str) -> None:
     assert tokens(converted(name)) == tokens(build(name).directory)
 

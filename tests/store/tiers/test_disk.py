@@ -487,4 +487,4 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
 
 
 TestAnyOrderOfCalls = AnyOrderOfCalls.TestCase
-TestAnyOrderOfCalls.settings = settings(max_examples=30, stateful_step_count=25)
+TestAnyOrderOfCalls.settings = settings(stateful_step_count=25)

@@ -264,6 +264,7 @@ class TestServer:
         assert load(tiers, model).data == data
 
 
+@pytest.mark.e2e
 def test_a_model_in_s3_answers_as_its_directory_does(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

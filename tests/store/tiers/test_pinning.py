@@ -86,30 +86,30 @@ def test_while_a_load_is_under_way_no_pages_are_made_that_nobody_needs() -> None
         assert made_bytes(segment) == segment.num_bytes
 
 
-def test_while_a_load_is_under_way_a_borrower_looks_for_no_pages() -> None:
-    """Whoever maps memory for the load, or starts a thread, would wait behind each look."""
-    with new_segment(8) as segment, closing(Segment(os.dup(segment.fd), 8, CELL_BYTES)) as borrowed:
+def test_while_a_load_is_under_way_a_worker_looks_for_no_pages() -> None:
+    """Mapping memory for the load, or starting a thread, would wait behind each look."""
+    with new_segment(8) as segment, closing(Segment(os.dup(segment.fd), 8, CELL_BYTES)) as mapped:
         segment.touch_in_background()
         segment.wait_pinned()
-        borrowed.load_began()
-        borrowed.touch_in_background()
-        touching = borrowed._touching
+        mapped.load_began()
+        mapped.touch_in_background()
+        touching = mapped._touching
         assert touching is not None
         touching._threads[0].join(0.05)
         assert not touching.has_touched(0)
-        borrowed.load_ended()
-        borrowed.wait_pinned()
+        mapped.load_ended()
+        mapped.wait_pinned()
         assert touching.has_touched(0)
 
 
-def test_a_borrower_finds_pages_and_leaves_it_to_the_lender_to_make_them() -> None:
-    with new_segment(8) as segment, closing(Segment(os.dup(segment.fd), 8, CELL_BYTES)) as borrowed:
-        borrowed.touch_in_background()
+def test_a_worker_finds_pages_and_leaves_it_to_the_keeper_to_make_them() -> None:
+    with new_segment(8) as segment, closing(Segment(os.dup(segment.fd), 8, CELL_BYTES)) as mapped:
+        mapped.touch_in_background()
         assert made_bytes(segment) == 0
         segment.touch_in_background()
-        borrowed.wait_pinned()
+        mapped.wait_pinned()
         assert made_bytes(segment) == segment.num_bytes
-        assert is_resident(borrowed.address, borrowed.num_bytes)
+        assert is_resident(mapped.address, mapped.num_bytes)
 
 
 def test_a_load_waits_for_a_region_that_is_being_pinned_and_pins_it_not_again(driver: NotedDriver) -> None:
@@ -127,11 +127,11 @@ def test_a_load_waits_for_a_region_that_is_being_pinned_and_pins_it_not_again(dr
 
 def test_a_load_pins_a_cell_of_a_region_that_is_not_all_made(driver: NotedDriver) -> None:
     """The last chunk of a model fills no cell, and nobody makes the rest of it before the load has ended."""
-    with new_segment(4) as segment, closing(Segment(os.dup(segment.fd), 4, CELL_BYTES)) as borrowed:
-        borrowed.pin_in_background()
+    with new_segment(4) as segment, closing(Segment(os.dup(segment.fd), 4, CELL_BYTES)) as mapped:
+        mapped.pin_in_background()
         segment.memory(0, 1)[:] = b"x"
-        borrowed.pin(0)
-        assert places(driver, borrowed) == [0]
+        mapped.pin(0)
+        assert places(driver, mapped) == [0]
 
 
 def test_memory_that_cannot_be_pinned_is_told_once_and_holds_up_no_load(

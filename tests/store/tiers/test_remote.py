@@ -65,6 +65,7 @@ def read(model: RemoteModel, offset: int, num_bytes: int) -> bytes:
     return bytes(buffer)
 
 
+@pytest.mark.e2e
 class TestS3:
     def test_reads_what_was_stored(self, bucket: str) -> None:
         model = RemoteModel(bucket + "/", CALM)
@@ -152,6 +153,7 @@ class TestHttp:
             model.read_file("manifest.json", max_bytes=1)
         assert (model.counters.num_requests, model.counters.num_bytes) == (1, 0)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "behaviour",
         [
@@ -173,6 +175,7 @@ class TestHttp:
         assert (model.counters.num_requests, model.counters.num_retries) == (3, 2)
         assert len(server.asked) == 3
 
+    @pytest.mark.slow
     def test_a_server_that_trickles_is_asked_no_longer_than_the_bytes_may_take(
         self, server: BadServer
     ) -> None:
@@ -189,6 +192,7 @@ class TestHttp:
         assert limits_s == [11.0, 11.0, 12.0, 26.0]
         assert model._endpoint(16 << 20) is model._endpoint((8 << 20) + 1)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("behaviour", "reason"),
         [

@@ -634,8 +634,8 @@ class _Consumer:
 
 
 class TestAnyOrder(FetchMachine.TestCase):  # type: ignore[misc,valid-type] # made at run time
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(stateful_step_count=40)
 
 
 class TestAnyOrderOfPassing(PassingFetchMachine.TestCase):  # type: ignore[misc,valid-type] # made at run time
-    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    settings = settings(stateful_step_count=40)

@@ -142,6 +142,7 @@ def test_two_clients_cost_one_read(model: Path, tmp_path: Path, path: Path) -> N
         assert tiers.fetcher.counters.num_fills == len({chunk.digest for chunk in manifest.chunks})
 
 
+@pytest.mark.e2e
 def test_another_process_names_a_path_of_its_own_and_sees_the_bytes(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
@@ -204,6 +205,7 @@ def test_pages_that_are_given_back_are_not_leased_to_be_pinned(
             assert lease_client.open(model).manifest == read_manifest(model)
 
 
+@pytest.mark.e2e
 def test_chunks_of_a_killed_client_are_taken_back(model: Path, tmp_path: Path, path: Path) -> None:
     with serving(tmp_path, path) as (tiers, server):
         process = subprocess.Popen(
@@ -572,7 +574,7 @@ def test_a_model_that_is_replaced_while_it_is_opened_is_not_leased(
     model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = replace(read_manifest(model), files=())
-    monkeypatch.setattr("hearth.store.transfer.lease_client.read_description", lambda _: other)
+    monkeypatch.setattr("hearth.store.format.description.read_description", lambda _: other)
     with serving(tmp_path, path):
         lease_client = LeaseClient(path)
 
@@ -681,7 +683,7 @@ def test_a_server_without_room_for_a_connection_serves_on(
     monkeypatch.setattr(socket.socket, "accept", accept_later)
     with serving(tmp_path, path):
         LeaseClient(path).close()
-    assert [record.msg.split()[0] for record in caplog.records] == ["borrower_not_accepted"]
+    assert [record.msg.split()[0] for record in caplog.records] == ["lease_client_not_accepted"]
 
 
 def test_a_server_without_a_thread_for_a_client_or_a_load_serves_on(
@@ -953,17 +955,17 @@ def test_a_model_that_was_described_is_opened_without_reading_a_file(
     monkeypatch.setattr("bench.random_model.CHUNK_BYTES", CELL_BYTES)
     source = write_random(tmp_path / "source", TINY, "float32", 0, torch.device("cpu"))
     with serving(tmp_path, path), closing(LeaseClient(path)) as lease_client:
-        described = lease_client.describe(source)
+        described = lease_client.descriptions.of_model(source)
         assert described.files, "it has no tokenizer to check"
         with monkeypatch.context() as patch:
-            patch.setattr("hearth.store.transfer.lease_client.read_description", reads)
-            patch.setattr("hearth.store.transfer.lease_client.damage_of", reads)
+            patch.setattr("hearth.store.format.description.read_description", reads)
+            patch.setattr("hearth.store.format.description.damage_of", reads)
             assert lease_client.open(source).manifest is described
-            tokenizer = lease_client.text_file(described, source, TOKENIZER)
+            tokenizer = lease_client.descriptions.text_file(described, source, TOKENIZER)
         assert tokenizer == source / TOKENIZER
         tokenizer.write_bytes(tokenizer.read_bytes().replace(b"{", b"[", 1))
         with pytest.raises(ChunkCorrupt, match=r"tokenizer\.json` "):
-            lease_client.text_file(described, source, TOKENIZER)
+            lease_client.descriptions.text_file(described, source, TOKENIZER)
 
 
 def test_questions_and_loads_leave_their_line_to_the_next(model: Path, tmp_path: Path, path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.decode_run import blocks_wanted_by
 from hearth.policy.batch.elastic import KvUse
 from hearth.policy.batch.late_books import LateBooks
 from hearth.policy.batch.preemption import preempted_for_extent
@@ -27,12 +28,12 @@ class BatchKv:
         self._preempt = preempt
 
     def use(self) -> KvUse:
-        self._books.settle()
+        num_wanted = self.wanted_blocks()  # settles the books
         return KvUse(
             num_blocks=self._blocks.num_blocks,
             num_live=self._blocks.num_live,
-            num_cached=self._blocks.num_cached,
-            num_wanted=self.wanted_blocks(),
+            num_cached=len(self._blocks.cached),
+            num_wanted=num_wanted,
             num_running=self._sequences.num_running,
         )
 
@@ -57,6 +58,10 @@ class BatchKv:
             num_wanted += blocks.num_blocks_of(num_tokens) - num_hits
         return num_wanted
 
+    def blocks_wanted_by(self, num_steps: int) -> int:
+        """Return how many blocks are needed by steps that only give every running sequence a token."""
+        return blocks_wanted_by(self._sequences.running(), num_steps, self._blocks.block_tokens)
+
     def _admissible(self) -> Iterator[LiveSequence]:
         yield from self._sequences.next_in_line()
         first = self._sequences.first_waiting()
@@ -69,7 +74,7 @@ class BatchKv:
         hits: set[int] = set()
         for sequence in self._sequences.next_in_line():
             sequence.known_prefix(self._blocks.prefixes).collect(hits)
-        return self._blocks.num_cached - len(self._blocks.cached_among(hits))
+        return len(self._blocks.cached) - len(self._blocks.cached.among(hits))
 
     def add(self, extent: range) -> None:
         self._blocks.add(extent)
@@ -97,10 +102,6 @@ class BatchKv:
             return None
         for sequence in preempted:
             self._preempt(sequence)
-        live = blocks.live_in(extent)
-        targets = blocks.available_outside(extent, len(live)) if live else []
-        moves = list(map(BlockMove, live, targets))
-        blocks.move(moves)
+        moves = blocks.remove(extent)
         self._sequences.follow(moves)
-        blocks.remove(extent)
         return moves

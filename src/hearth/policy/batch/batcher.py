@@ -50,7 +50,7 @@ from hearth.core.types import RequestId
 from hearth.policy.batch.batch_kv import BatchKv
 from hearth.policy.batch.batch_limits import BatchLimits, RequestLimits
 from hearth.policy.batch.blocks import BlockBook
-from hearth.policy.batch.decode_run import DecodeRun, blocks_wanted_by, decode_run, last_step, skip_steps
+from hearth.policy.batch.decode_run import DecodeRun, decode_run, last_step, skip_steps
 from hearth.policy.batch.late_books import LateBooks
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, StepPlan, TableWrites
 from hearth.policy.batch.plan_draft import NOTHING_DECODED, DecodedSequences, PlanDraft, PlannedStep
@@ -66,7 +66,7 @@ class Batcher:
 
     def __init__(self, limits: BatchLimits, blocks: BlockBook) -> None:
         self.limits = limits
-        self.request_limits = RequestLimits(limits.max_context, blocks.capacity_tokens)
+        self.request_limits = RequestLimits(limits.max_context, blocks.floor_blocks * blocks.block_tokens)
         self.blocks = blocks
         self._sequences = Sequences(limits.max_seqs, blocks.block_tokens)
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
@@ -137,7 +137,8 @@ class Batcher:
         if not draft.sequences:
             return None
         self._sequences.take_table_writes(draft.table_writes)
-        plan = draft.step_plan(self._num_steps)
+        admissions, prompts = tuple(draft.admissions), tuple(draft.prompts)
+        plan = StepPlan(self._num_steps, admissions, draft.table_writes, draft.decode, prompts)
         self._num_steps += 1
         self._flights.append(PlannedStep(plan, draft.sequences))
         return plan
@@ -211,14 +212,14 @@ class Batcher:
     def _preempt(self, sequence: LiveSequence) -> None:
         self._last_decode = NOTHING_DECODED  # which names the slot that it loses
         self._late_books.publish_committed(sequence)
+        self._late_books.release(self._sequences.preempt(sequence, self._num_steps))
         self.settle()
-        self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
-        next_to_start = self._sequences.next_to_start
+        sequences, first_waiting = self._sequences, self._sequences.first_waiting
         prefixes, num_blocks_of = self.blocks.prefixes, self.blocks.num_blocks_of
         started, digests, num_promised = list[LiveSequence](), set[bytes](), 0
-        while draft.has_room and (first := next_to_start()) is not None:
+        while draft.has_room and (first := first_waiting()) is not None and sequences.has_free_slot:
             if not started:
                 self.settle()  # publishes prompts of this step
             hits = first.known_prefix(prefixes).blocks
@@ -326,7 +327,7 @@ class Batcher:
         first = self._sequences.first_waiting()
         if first is None or first.request.is_batch:
             return False
-        return bool(self._sequences.next_to_start() or self._in_the_way())
+        return self._sequences.has_free_slot or bool(self._in_the_way())
 
     def waiting_prompt_tokens(self) -> int:
         midway = self._sequences.midway()
@@ -347,15 +348,12 @@ class Batcher:
         running = self._sequences.running()
         if (
             len(running) > self.limits.max_batch_tokens
-            or self._sequences.next_to_start()
+            or any(self._sequences.next_in_line())
             or self._in_the_way()
         ):
             max_steps = 0
-        num_blocks = self.blocks.num_free + more_blocks
+        num_blocks = len(self.blocks.free) + more_blocks
         return decode_run(running, flights, max_steps, num_blocks, self.blocks.block_tokens)
-
-    def blocks_wanted_by(self, num_steps: int) -> int:
-        return blocks_wanted_by(self._sequences.running(), num_steps, self.blocks.block_tokens)
 
     def skip(self, num_steps: int, token: int) -> StepPlan | None:
         """Skip `num_steps` of `decode_run`, in each of which every sequence samples `token`.

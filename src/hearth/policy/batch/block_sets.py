@@ -87,6 +87,9 @@ class CachedBlocks:
             yield block
             block = self._newer[block]
 
+    def among(self, blocks: Iterable[int]) -> list[int]:
+        return [block for block in blocks if block in self]
+
     def reserve(self, num_blocks: int) -> None:
         for links in (self._newer, self._older):
             end = links.pop()

@@ -163,9 +163,6 @@ class PlanDraft:
         self.is_cut = not samples
         sequence.num_planned = end
 
-    def step_plan(self, step_id: int) -> StepPlan:
-        return StepPlan(step_id, tuple(self.admissions), self.table_writes, self.decode, tuple(self.prompts))
-
 
 def adapters_of(sequences: Sequence[LiveSequence]) -> Sequence[AdapterId | None]:
     adapters = [one.request.adapter for one in sequences]

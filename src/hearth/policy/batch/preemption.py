@@ -23,7 +23,7 @@ def preempted_for_first(
     """
     hits = set(first.known_prefix(book.prefixes).blocks)
     num_wanted = book.num_blocks_of(len(first.tokens)) - len(hits)
-    num_lacking = num_wanted - (book.num_available - len(book.cached_among(hits)))
+    num_lacking = num_wanted - (book.num_available - len(book.cached.among(hits)))
     if num_lacking > sum(len(one.blocks) for one in behind):
         return []
     preempted: list[LiveSequence] = []
@@ -46,7 +46,7 @@ def preempted_for_extent(
     preempted only if blocks may not move, or if less than the promised KV would be left.
     """
     num_inside = len(book.live_in(extent))
-    num_outside = book.num_available_outside(extent) if may_move and num_inside else 0
+    num_outside = book.num_available - (len(extent) - num_inside) if may_move else 0
     if num_inside <= num_outside:
         return []
     if not may_preempt:
@@ -70,5 +70,5 @@ def _released(book: BlockBook, sequence: LiveSequence, num_released: Counter[int
     """
     for block in sequence.blocks:
         num_released[block] += 1
-        if num_released[block] == book.num_holders(block):
+        if num_released[block] == book.num_holders[block]:
             yield block

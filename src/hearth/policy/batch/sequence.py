@@ -188,12 +188,6 @@ class Sequences:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def next_to_start(self) -> LiveSequence | None:
-        if not self._free_slots or not self._waiting:
-            return None
-        first = self._waiting[0]
-        return None if first.waits_for_steps > self.num_committed else first
-
     def next_in_line(self) -> Iterator[LiveSequence]:
         """Yield the waiting sequences that have a slot and could be admitted, in queue order."""
         for sequence in islice(self._waiting, len(self._free_slots)):

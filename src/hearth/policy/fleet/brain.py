@@ -27,12 +27,15 @@ from hearth.policy.fleet.events import (
     DeviceReported,
     End,
     Event,
+    LinkMeasured,
     LoadProgressed,
     ModelDeployed,
     ModelFailed,
     ModelReady,
     ModelRemoved,
     ModelStopped,
+    NodeDraining,
+    NodeLost,
     Reject,
     RejectReason,
     RequestArrived,
@@ -127,10 +130,19 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
             return _record_turn(fleet, worker, model, is_in_turn=True)
         case TurnEnded(_, worker, model):
             return _record_turn(fleet, worker, model, is_in_turn=False)
-        case ResidencyReported(_, name, bytes_by_rung):
+        case ResidencyReported(_, name, bytes_by_rung, node):
             if (known := fleet.models.get(name)) is not None:
-                known.bytes_by_rung = bytes_by_rung
+                known.report(node, bytes_by_rung)
             return []
+        case LinkMeasured():
+            fleet.estimates.measured(event)
+            return []
+        case NodeDraining(_, node, is_draining):
+            fleet.drain_node(node, is_draining=is_draining)
+            return refuse_hopeless(fleet)
+        case NodeLost(_, node):
+            fleet.lose_node(node)
+            return refuse_hopeless(fleet)
         case DeviceReported(_, worker, bytes_by_model):
             if (reporter := fleet.workers.get(worker)) is not None:
                 record_report(fleet.models, reporter, bytes_by_model)
@@ -299,6 +311,7 @@ def _record_ready(fleet: Fleet, event: ModelReady) -> list[Action]:
     if not replica.running:
         replica.idle_since_s = fleet.now_s
     fleet.reindex(replica)
+    fleet.rank_room(replica.worker)
     fleet.queues.must_serve = True  # A full model may now be loaded a second time, and this one be drained.
     return []
 
@@ -343,7 +356,7 @@ def _lose_worker(fleet: Fleet, event: WorkerLost) -> list[Action]:
     worker = fleet.workers.get(event.worker)
     if worker is None:
         return []
-    suspects = find_suspects(worker, event.culprit)
+    suspects = [] if event.is_with_node else find_suspects(worker, event.culprit)
     is_certain = event.culprit is not None or not any(replica.is_ready for replica in suspects)
     requests = fleet.lose(worker, suspects, event.in_step)
     message = f"worker `{event.worker}` {event.reason} under it"

@@ -17,6 +17,9 @@ from hearth.core.types import Hold, WorkerId
 from hearth.policy.fleet.profile import Footprint, ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
 
+#: Workers with room that are sorted; more are found sooner by walking over a ranking.
+MAX_SORTED = 32
+
 
 @dataclass(slots=True)
 class Promises:
@@ -68,6 +71,12 @@ class Promises:
 
     def freeable_bytes(self, most: Hold) -> int:
         return self.budget_bytes - sum(self.own_bytes_by_hold[most + 1 :]) - self.workspace_bytes(most)
+
+    @property
+    def turn_bytes(self) -> int:
+        """Bytes for one model in turn, without idle replicas and workspace; not less than it can have."""
+        standing_bytes = self.standing_bytes_by_hold[Hold.WARM + 1 : Hold.PINNED]
+        return self.budget_bytes - self.own_bytes_by_hold[Hold.PINNED] - sum(standing_bytes)
 
     def has_room(self, footprint: Footprint, without: Hold | None = None) -> bool:
         return self._bytes_with(footprint, above=without) <= self.budget_bytes
@@ -147,6 +156,10 @@ class CapacityIndex:
     idle: Ranking[WorkerId, int] = field(default_factory=Ranking)
     unpinned: Ranking[WorkerId, int] = field(default_factory=Ranking)
     budget: Ranking[WorkerId, int] = field(default_factory=Ranking)
+    #: Workers without a drain, by upper limits of what a model may need to be loaded there now, and to have
+    #: other models drained for it.
+    open: Ranking[WorkerId, int] = field(default_factory=Ranking)
+    drainable: Ranking[WorkerId, int] = field(default_factory=Ranking)
 
     def put(self, name: WorkerId, promises: Promises) -> None:
         self.promises[name] = promises
@@ -158,7 +171,7 @@ class CapacityIndex:
 
     def drop(self, name: WorkerId) -> None:
         del self.promises[name]
-        for ranking in self.rankings:
+        for ranking in (*self.rankings, self.open, self.drainable):
             ranking.drop(name)
 
     def find_fitting(
@@ -168,16 +181,37 @@ class CapacityIndex:
 
         Not to be continued after a change.
         """
+        names = self.rank_fitting(footprint, most, roomiest_first=roomiest_first)
+        return (name for name in names if self.promises[name].has_room(footprint, most))
+
+    def rank_fitting(
+        self, footprint: Footprint, most: Hold | None, *, roomiest_first: bool
+    ) -> Iterator[WorkerId]:
+        """Return what `find_fitting` does, and workers that lack only the workspace."""
+        ranking, own_bytes = self.without(most), footprint.promise.own_bytes
+        return ranking.down_to_rank(own_bytes) if roomiest_first else ranking.from_rank(own_bytes)
+
+    def roomiest_first(
+        self, ranking: Ranking[WorkerId, int], limit: Ranking[WorkerId, int], num_bytes: int
+    ) -> Iterator[WorkerId]:
+        """Return workers in falling order of one ranking whose rank in another is high enough.
+
+        Not to be continued after a change.
+        """
+        few = limit.few_from_rank(num_bytes, MAX_SORTED)
+        if few is not None:
+            return iter(ranking.sort(few, from_rank=0, highest_first=True))
+        return (name for name in ranking.down_to_rank(0) if limit.has_rank(name, num_bytes))
+
+    def without(self, most: Hold | None) -> Ranking[WorkerId, int]:
+        """Return workers by the bytes that are free without replicas of a hold up to `most`."""
         by_hold = {
             None: self.free,
             Hold.RETAINED: self.retained,
             Hold.WARM: self.idle,
             Hold.BUSY: self.unpinned,
         }
-        ranking = by_hold[most]
-        own_bytes = footprint.promise.own_bytes
-        names = ranking.down_to_rank(own_bytes) if roomiest_first else ranking.from_rank(own_bytes)
-        return (name for name in names if self.promises[name].has_room(footprint, most))
+        return by_hold[most]
 
     @property
     def rankings(self) -> tuple[Ranking[WorkerId, int], ...]:

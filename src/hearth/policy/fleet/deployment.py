@@ -19,6 +19,7 @@ def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
     model.is_stopped = False
     model.clear_failures()
     fleet.update_unplaced(model)
+    fleet.queues.line_up(model)
     fleet.queues.must_serve = True
     is_same = before is not None and (
         (before.digest, before.num_bytes, before.footprints)
@@ -43,7 +44,8 @@ def remove_model(fleet: Fleet, name: ModelId) -> list[Action]:
     waiting = list(model.waiting.values())
     actions: list[Action] = [reject(fleet, r, RejectReason.MODEL_REMOVED, message) for r in waiting]
     before, model.profile = model.profile, None
-    model.named_keep_alive_s = model.bytes_by_rung = None
+    model.named_keep_alive_s, model.largest_holders = None, ()
+    model.residency.clear()
     model.clear_failures()
     fleet.update_unplaced(model)
     fleet.estimates.forget(name)

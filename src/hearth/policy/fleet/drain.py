@@ -33,7 +33,8 @@ def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
     plans: list[tuple[Victim, ...]] = []
     for index, footprint in fleet.capacity.find_suited(model.profile):
         ranking = index.unpinned if fleet.config.takes_turns else index.idle
-        workers = (fleet.workers[name] for name in ranking.down_to_rank(0))
+        names = index.roomiest_first(ranking, index.drainable, footprint.promise.own_bytes)
+        workers = (fleet.workers[name] for name in names)
         suited = (worker for worker in workers if _is_suited(fleet, worker, model, footprint))
         plans += [_choose_victims(fleet, worker, model, footprint) for worker in islice(suited, MAX_WORKERS)]
     if not plans or not all(any(victim.replica.running for victim in plan) for plan in plans):
@@ -44,14 +45,25 @@ def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
 
 
 def begin_drain(fleet: Fleet, drain: Drain) -> None:
-    fleet.drains[drain.model.name] = drain.worker.drain = drain
+    fleet.begin_drain(drain)
     for replica in drain.victims:
-        replica.drain = drain
         fleet.reindex(replica)
 
 
 def is_done(drain: Drain) -> bool:
     return not any(replica.running for replica in drain.victims)
+
+
+def may_give_room(fleet: Fleet, drain: Drain) -> bool:
+    """True if the waiting model has room on the drained worker, or will not have any by the drain."""
+    profile = drain.model.profile
+    footprint = None if profile is None else profile.footprints.get(drain.worker.kind)
+    if footprint is None or is_done(drain):
+        return True
+    promises = drain.worker.promises
+    if fleet.config.takes_turns and promises.can_take_turns(footprint, without=Hold.WARM):
+        return True
+    return promises.has_room(footprint, Hold.WARM)
 
 
 def is_in_vain(fleet: Fleet, drain: Drain) -> bool:

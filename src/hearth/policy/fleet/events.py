@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hearth.core.types import AdapterId, Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
+from hearth.core.types import LOCAL, AdapterId, Hold, ModelId, NodeId, RequestId, Rung, TurnEnd, WorkerId
 from hearth.policy.fleet.profile import NOTHING_PROMISED, ModelProfile, Promise
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 
@@ -43,6 +43,7 @@ class WorkerJoined:
     kind: str
     budget_bytes: int
     shares_workspace: bool = True  #: one workspace for all models always suffices
+    node: NodeId = LOCAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,35 @@ class WorkerLost:
     reason: str = "died"  #: what the worker did, in words
     #: Requests with a row in that step, the only ones that the loss counts against; None: unknown.
     in_step: tuple[RequestId, ...] | None = None
+    is_with_node: bool = False  #: its machine or the way there was lost: no model is to blame
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node is gone for good: it returns under another id. Its workers are lost by events of their own."""
+
+    now_s: float
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDraining:
+    """A user empties a node, or has it back. What runs there may finish."""
+
+    now_s: float
+    node: NodeId
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasured:
+    """How fast chunks have come to a node from another one."""
+
+    now_s: float
+    source: NodeId
+    target: NodeId
+    bytes_per_s: float
+    latency_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +189,7 @@ class ResidencyReported:
     now_s: float
     model: ModelId
     bytes_by_rung: Mapping[Rung, int]
+    node: NodeId = LOCAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +212,9 @@ Event = (
     | ModelStopped
     | WorkerJoined
     | WorkerLost
+    | NodeLost
+    | NodeDraining
+    | LinkMeasured
     | RequestArrived
     | RequestFinished
     | RequestCancelled
@@ -320,5 +354,6 @@ class BrainConfig:
     queue_weight: float = 1.0  #: of `queue_s` in the routing cost
     load_weight: float = 1.0  #: of `load_s` in the routing cost
     packing_s: float = 0.05  #: what an idle worker costs against a full one, in the routing cost
+    spread_s: float = 0.2  #: what a node costs that has a replica already, against one that has none
     #: Bytes per second of each rung until it has shown its own speed.
     priors: Mapping[Rung, float] = field(default_factory=lambda: dict(PRIOR_BYTES_PER_S))

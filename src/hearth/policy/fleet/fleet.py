@@ -7,10 +7,11 @@ workers or models. `reindex` carries a change of a replica into all of these.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
-from hearth.core.types import Hold, ModelId, RequestId, WorkerId
+from hearth.core.types import Hold, ModelId, NodeId, RequestId, WorkerId
 from hearth.policy.fleet.capacity import FleetCapacity, Promises
 from hearth.policy.fleet.device_bytes import forget_worker, rank_retired
 from hearth.policy.fleet.estimates import Estimates
@@ -41,20 +42,25 @@ class Fleet:
         self.unplaced: dict[ModelId, Model] = {}
         #: Replicas that cannot be pinned, because others would have no room for their turns.
         self.refused_pins: dict[Replica, None] = {}
-        #: By the model that waits, in the order in which they began; at most one per worker.
-        self.drains: dict[ModelId, Drain] = {}
         #: Workers that were drained in vain, and until when they are not drained or reserved, in order.
         self.resting: dict[WorkerId, float] = {}
+        self.draining: dict[NodeId, None] = {}
+        self.num_workers_by_node: Counter[NodeId] = Counter()
+        #: The most workers there have been at a time: a lost one is replaced.
+        self.most_by_node: dict[NodeId, int] = {}
         #: When the first waiting model without a drain stops reserving room.
         self.kept_until_s = math.inf
         self.timer_s: float | None = None
         self.num_added = 0
-        #: The most workers there have been at a time: a lost one is replaced.
-        self.most_workers = 0
+
+    @property
+    def drains(self) -> Mapping[ModelId, Drain]:
+        return self.queues.drains
 
     @property
     def is_complete(self) -> bool:
-        return 0 < self.most_workers == len(self.workers)
+        """False while a worker is being replaced, or a node that is drained may be had back."""
+        return 0 < sum(self.most_by_node.values()) == len(self.workers) and not self.draining
 
     def advance(self, now_s: float) -> None:
         """Begin a step. Time never goes back; warm replicas expire."""
@@ -75,10 +81,15 @@ class Fleet:
     def join(self, event: WorkerJoined) -> None:
         assert event.worker not in self.workers, f"joined twice: worker `{event.worker}`"
         promises = Promises(event.budget_bytes, event.shares_workspace)
-        worker = Worker(event.worker, event.kind, promises)
+        worker = Worker(event.worker, event.kind, promises, node=event.node)
+        worker.is_draining = event.node in self.draining
         self.workers[worker.name] = worker
-        self.most_workers = max(self.most_workers, len(self.workers))
-        self.capacity.put(worker.kind, worker.name, worker.promises)
+        self.num_workers_by_node[worker.node] += 1
+        num_workers = self.num_workers_by_node[worker.node]
+        self.most_by_node[worker.node] = max(self.most_by_node.get(worker.node, 0), num_workers)
+        if not worker.is_draining:
+            self.capacity.put(worker.kind, worker.name, worker.promises)
+        self.rank_room(worker)
         self.queues.must_serve = True
 
     def lose(
@@ -99,12 +110,45 @@ class Fleet:
             del model.failed_on[worker.name]
         forget_worker(worker)
         if worker.drain is not None:
-            del self.drains[worker.drain.model.name]
+            self.queues.end_drain(worker.drain)
         self.resting.pop(worker.name, None)
         del self.workers[worker.name]
-        self.capacity.drop(worker.kind, worker.name)
+        self.num_workers_by_node[worker.node] -= 1
+        if not self.num_workers_by_node[worker.node]:
+            del self.num_workers_by_node[worker.node]
+        if not worker.is_draining:
+            self.capacity.drop(worker.kind, worker.name)
         self.queues.must_serve = True
         return requests
+
+    def drain_node(self, node: NodeId, *, is_draining: bool) -> None:
+        """Stop placing anything on a node, or begin again. What runs there may finish."""
+        if is_draining:
+            self.draining[node] = None
+        else:
+            self.draining.pop(node, None)
+        for worker in self.workers.values():
+            if worker.node == node and worker.is_draining is not is_draining:
+                if worker.drain is not None:
+                    self.end_drain(worker.drain)
+                worker.is_draining = is_draining
+                if is_draining:
+                    self.capacity.drop(worker.kind, worker.name)
+                else:
+                    self.capacity.put(worker.kind, worker.name, worker.promises)
+                    self.rank_room(worker)
+                for replica in list(worker.replicas.values()):
+                    self.reindex(replica)
+        self.queues.must_serve = True
+
+    def lose_node(self, node: NodeId) -> None:
+        """Forget a node whose workers are lost. It is not waited for."""
+        self.most_by_node.pop(node, None)
+        self.draining.pop(node, None)
+        self.estimates.forget_node(node)
+        for model in self.models.values():
+            if node in model.residency:
+                model.report(node, None)
 
     def add(self, replica: Replica) -> None:
         model, worker = replica.model, replica.worker
@@ -180,11 +224,12 @@ class Fleet:
         model, worker = replica.model, replica.worker
         is_there = worker.replicas.get(model.name) is replica
         hold = replica.hold_at(self.now_s) if is_there else None
-        if hold is not replica.hold:
+        is_changed = hold is not replica.hold
+        if is_changed:
             self._change_hold(replica, hold)
         self.notices.put(replica)
         self.expiries.put(replica)
-        is_usable = is_there and not replica.is_stale and replica.drain is None
+        is_usable = is_there and replica.takes_requests
         if model.waiting and is_usable is not (worker.name in model.usable):
             self.queues.must_serve = True
         _enter(worker.busy, model.name, replica, is_in=is_there and bool(replica.running))
@@ -194,7 +239,42 @@ class Fleet:
             model.with_free_slot.put(worker.name, len(replica.running))
         else:
             model.with_free_slot.drop(worker.name)
+        if is_changed:
+            self.rank_room(worker)
         self.queues.line_up(model)
+
+    def begin_drain(self, drain: Drain) -> None:
+        drain.worker.drain = drain
+        for replica in drain.victims:
+            replica.drain = drain
+        self.queues.begin_drain(drain)
+        self.rank_room(drain.worker)
+
+    def end_drain(self, drain: Drain) -> None:
+        drain.worker.drain = None
+        for replica in drain.victims:
+            replica.drain = None
+        self.queues.end_drain(drain)
+        self.rank_room(drain.worker)
+
+    def rank_room(self, worker: Worker) -> None:
+        """Rank a worker by the room that it could have; called if that, a load or its drain has changed."""
+        if worker.is_draining:
+            return
+        index, promises = self.capacity.by_kind[worker.kind], worker.promises
+        if worker.drain is not None:
+            index.open.drop(worker.name)
+            index.drainable.drop(worker.name)
+            self.queues.changed_drains[worker.drain.model.name] = worker.drain
+            return
+        if self.config.takes_turns:
+            index.open.put(worker.name, promises.turn_bytes)
+            index.drainable.put(worker.name, promises.freeable_bytes(Hold.BUSY))
+            return
+        loading = (one for one in worker.busy.values() if not one.is_ready and one.hold is not Hold.PINNED)
+        loading_bytes = sum(one.promise.own_bytes for one in loading)
+        index.open.put(worker.name, promises.freeable_bytes(Hold.WARM))
+        index.drainable.put(worker.name, promises.freeable_bytes(Hold.BUSY) - loading_bytes)
 
     def _change_hold(self, replica: Replica, hold: Hold | None) -> None:
         """Move the promise of a replica to another hold; None: it is promised nothing any more."""
@@ -209,7 +289,8 @@ class Fleet:
         if hold is Hold.PINNED:
             self.queues.must_refuse = True
         replica.hold = hold
-        self.capacity.put(worker.kind, worker.name, worker.promises)
+        if not worker.is_draining:
+            self.capacity.put(worker.kind, worker.name, worker.promises)
 
     # Requests.
 

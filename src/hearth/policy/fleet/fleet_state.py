@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 import msgspec
 
-from hearth.core.types import ModelId, WorkerId
+from hearth.core.types import ModelId, NodeId, WorkerId
 from hearth.policy.fleet.capacity import CapacityIndex
 from hearth.policy.fleet.device_bytes import record_bytes
 from hearth.policy.fleet.estimates import Estimates
@@ -63,12 +63,13 @@ class FleetState:
     now_s: float
     step_number: int
     num_added: int
-    most_workers: int
+    most_by_node: dict[NodeId, int]
     next_number: int  #: of requests
     timer_s: float | None
     kept_until_s: float
     estimates: Estimates
     resting: dict[WorkerId, float]
+    draining: list[NodeId]
     kinds: list[str]  #: of devices, in the order in which they are considered
     workers: list[WorkerJoined]
     adapters: dict[WorkerId, KnownAdapters]
@@ -85,12 +86,13 @@ def save(fleet: Fleet) -> FleetState:
         now_s=fleet.now_s,
         step_number=fleet.step_number,
         num_added=fleet.num_added,
-        most_workers=fleet.most_workers,
+        most_by_node=fleet.most_by_node,
         next_number=fleet.queues.next_number,
         timer_s=fleet.timer_s,
         kept_until_s=fleet.kept_until_s,
         estimates=fleet.estimates,
         resting=fleet.resting,
+        draining=list(fleet.draining),
         kinds=list(fleet.capacity.by_kind),
         workers=[_joined(one) for one in fleet.workers.values()],
         adapters={name: one.adapters for name, one in fleet.workers.items()},
@@ -131,7 +133,14 @@ def _all_facts(requests: Iterable[Request]) -> list[Facts]:
 
 def _joined(worker: Worker) -> WorkerJoined:
     promises = worker.promises
-    return WorkerJoined(0.0, worker.name, worker.kind, promises.budget_bytes, promises.shares_workspace)
+    return WorkerJoined(
+        now_s=0.0,
+        worker=worker.name,
+        kind=worker.kind,
+        budget_bytes=promises.budget_bytes,
+        shares_workspace=promises.shares_workspace,
+        node=worker.node,
+    )
 
 
 def restore(config: BrainConfig, state: FleetState) -> Fleet:
@@ -142,10 +151,11 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     """
     fleet, replicas = Fleet(config), dict[int, Replica]()
     fleet.now_s, fleet.step_number, fleet.num_added = state.now_s, state.step_number, state.num_added
-    fleet.most_workers, fleet.queues.next_number = state.most_workers, state.next_number
+    fleet.most_by_node, fleet.queues.next_number = dict(state.most_by_node), state.next_number
     fleet.timer_s, fleet.kept_until_s = state.timer_s, state.kept_until_s
     fleet.estimates, fleet.resting = state.estimates, state.resting
     fleet.capacity.by_kind.update((kind, CapacityIndex()) for kind in state.kinds)
+    fleet.draining = dict.fromkeys(state.draining)
     for joined in state.workers:
         fleet.join(joined)
         fleet.workers[joined.worker].adapters = state.adapters[joined.worker]
@@ -170,9 +180,7 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
         model, worker = fleet.models[begun.model], fleet.workers[begun.worker]
         victims = [replicas[number] for number in begun.victims]
         victims += [Replica(fleet.models[name], worker, Promise(0, 0), 0, "") for name in begun.gone]
-        drain = fleet.drains[model.name] = worker.drain = Drain(model, worker, tuple(victims), begun.began_s)
-        for replica in victims:
-            replica.drain = drain
+        fleet.begin_drain(Drain(model, worker, tuple(victims), begun.began_s))
     fleet.unplaced = {name: fleet.models[name] for name in state.unplaced}
     fleet.refused_pins = {replicas[number]: None for number in state.refused_pins}
     for replica in replicas.values():

@@ -11,8 +11,8 @@ import math
 
 from hearth.core.types import BATCH_PATIENCE_S, ModelId, RequestId
 from hearth.policy.fleet.events import RequestArrived
-from hearth.policy.fleet.ranking import Ranking
-from hearth.policy.fleet.records import Model, Place, Request
+from hearth.policy.fleet.ranking import Ranking, SizedRanking
+from hearth.policy.fleet.records import Drain, Model, Place, Request
 
 
 class RequestQueues:
@@ -26,6 +26,21 @@ class RequestQueues:
         #: By the place of the first request: models without a usable replica, and those with full ones only.
         self.for_room: Ranking[ModelId, Place] = Ranking()
         self.for_slot: Ranking[ModelId, Place] = Ranking()
+        #: Models of `for_room` by the least bytes that they need on any kind of device.
+        self.for_room_by_size: SizedRanking[ModelId, Place] = SizedRanking()
+        #: Models of `for_room` without a drain; of these, those that may still reserve room.
+        self.undrained: Ranking[ModelId, Place] = Ranking()
+        self.reserving: Ranking[ModelId, Place] = Ranking()
+        #: Models of `for_slot` that have a free slot: it is kept for interactive requests.
+        self.for_kept_slot: Ranking[ModelId, Place] = Ranking()
+        #: By the model that waits, in the order in which they began; at most one per worker.
+        self.drains: dict[ModelId, Drain] = {}
+        #: Drains by each model whose queue may end them: that which waits, and the victims.
+        self._drains_by_model: dict[ModelId, dict[ModelId, Drain]] = {}
+        #: Drains that may have become needless or given room since they were looked at.
+        self.changed_drains: dict[ModelId, Drain] = {}
+        #: Drains whose worker has room for the waiting model, or whose victims have all ended.
+        self.done_drains: dict[ModelId, Drain] = {}
         #: Something happened that may let a waiting request run, or make one wait.
         self.must_serve = False
         #: A replica was pinned, which may leave no room for waiting models.
@@ -86,9 +101,52 @@ class RequestQueues:
         queue = None if first is None else (self.for_slot if model.usable else self.for_room)
         if model.queue is not None and model.queue is not queue:
             model.queue.drop(model.name)
+            if model.queue is self.for_room:
+                self._drop_for_room(model)
         model.queue = queue
         if queue is not None and first is not None:
             queue.put(model.name, first.place)
+            if queue is self.for_room:
+                self._rank_for_room(model, first.place)
+        if queue is self.for_slot and first is not None and len(model.with_free_slot):
+            self.for_kept_slot.put(model.name, first.place)
+        else:
+            self.for_kept_slot.drop(model.name)
+        if model.name in self._drains_by_model:
+            self.changed_drains.update(self._drains_by_model[model.name])
+
+    def _rank_for_room(self, model: Model, place: Place) -> None:
+        footprints = () if model.profile is None else model.profile.footprints.values()
+        least_bytes = min((one.promise.own_bytes for one in footprints), default=0)
+        self.for_room_by_size.put(model.name, place, least_bytes)
+        if model.name in self.drains:
+            self.undrained.drop(model.name)
+            self.reserving.drop(model.name)
+        elif self.undrained.rank(model.name) != place:
+            self.undrained.put(model.name, place)
+            self.reserving.put(model.name, place)
+
+    def _drop_for_room(self, model: Model) -> None:
+        self.for_room_by_size.drop(model.name)
+        self.undrained.drop(model.name)
+        self.reserving.drop(model.name)
+
+    def begin_drain(self, drain: Drain) -> None:
+        self.drains[drain.model.name] = self.changed_drains[drain.model.name] = drain
+        for model in (drain.model, *(victim.model for victim in drain.victims)):
+            self._drains_by_model.setdefault(model.name, {})[drain.model.name] = drain
+        self.line_up(drain.model)
+
+    def end_drain(self, drain: Drain) -> None:
+        name = drain.model.name
+        del self.drains[name]
+        self.changed_drains.pop(name, None)
+        self.done_drains.pop(name, None)
+        for model in {drain.model.name, *(victim.model.name for victim in drain.victims)}:
+            del self._drains_by_model[model][name]
+            if not self._drains_by_model[model]:
+                del self._drains_by_model[model]
+        self.line_up(drain.model)
 
     def next_overdue_s(self, now_s: float) -> float:
         while (until_s := self.patient.lowest) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 Id = TypeVar("Id", bound=str)
@@ -48,6 +48,20 @@ class Ranking(Generic[Id, Rank]):
     def rank(self, id_: Id) -> Rank | None:
         return self._rank_by_id.get(id_)
 
+    def has_rank(self, id_: Id, rank: Rank) -> bool:
+        own = self._rank_by_id.get(id_)
+        return own is not None and (own, id_) >= (rank, "")
+
+    def few_from_rank(self, rank: Rank, most: int) -> list[Id] | None:
+        """Return the ids of at least this rank, lowest first; None if there are more than `most`."""
+        first = self._first(rank)
+        return None if len(self._ranked) - first > most else [id_ for _, id_ in self._ranked[first:]]
+
+    def sort(self, ids: Iterable[Id], from_rank: Rank, *, highest_first: bool) -> list[Id]:
+        """Return those of some ids that have at least a rank, in order."""
+        found = [(self._rank_by_id[id_], id_) for id_ in ids if self.has_rank(id_, from_rank)]
+        return [id_ for _, id_ in sorted(found, reverse=highest_first)]
+
     def put(self, id_: Id, rank: Rank) -> None:
         if self._rank_by_id.get(id_) == rank:
             return
@@ -62,3 +76,49 @@ class Ranking(Generic[Id, Rank]):
 
     def _first(self, rank: Rank) -> int:
         return bisect_left(self._ranked, (rank, ""))
+
+
+class SizedRanking(Generic[Id, Rank]):
+    """Ids by rank that also have a size each, so that the next small one is found. Mutable; one owner.
+
+    Sizes are in classes, four for each power of two: a search costs the number of classes.
+    """
+
+    __slots__ = ("_by_class", "_size_by_id")
+
+    def __init__(self) -> None:
+        self._by_class: dict[int, Ranking[Id, Rank]] = {}
+        self._size_by_id: dict[Id, int] = {}
+
+    def put(self, id_: Id, rank: Rank, size: int) -> None:
+        if self._size_by_id.get(id_) != size:
+            self.drop(id_)
+            self._size_by_id[id_] = size
+        self._by_class.setdefault(_size_class(size), Ranking()).put(id_, rank)
+
+    def drop(self, id_: Id) -> None:
+        if (size := self._size_by_id.pop(id_, None)) is not None:
+            ranking = self._by_class[_size_class(size)]
+            ranking.drop(id_)
+            if not len(ranking):
+                del self._by_class[_size_class(size)]
+
+    def find(self, rank: Rank, max_size: int) -> Id | None:
+        """Return the id of the lowest rank from `rank` on whose size is at most `max_size`."""
+        highest = _size_class(max_size)
+        found = (
+            next((one for one in ranking.from_rank(rank) if self._size_by_id[one] <= max_size), None)
+            for size_class, ranking in self._by_class.items()
+            if size_class <= highest
+        )
+        return min((one for one in found if one is not None), key=self._rank, default=None)
+
+    def _rank(self, id_: Id) -> tuple[Rank, Id]:
+        rank = self._by_class[_size_class(self._size_by_id[id_])].rank(id_)
+        assert rank is not None, f"not ranked: `{id_}`"
+        return rank, id_
+
+
+def _size_class(size: int) -> int:
+    bits = size.bit_length()
+    return bits * 4 + (size >> max(0, bits - 3)) % 4

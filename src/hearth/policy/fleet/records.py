@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hearth.core.types import AdapterId, Hold, ModelId, RequestId, Rung, WorkerId
+from hearth.core.types import LOCAL, AdapterId, Hold, ModelId, NodeId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import WantedAdapter
 from hearth.policy.fleet.profile import ModelProfile, Promise
@@ -85,7 +85,10 @@ class Model:
     num_deadly_loads: int = 0
     #: The last failure without another place; None: none, or it has served since.
     failure: LoadFailure | None = None
-    bytes_by_rung: Mapping[Rung, int] | None = None
+    #: Bytes in host memory and on disk, of the nodes that have reported.
+    residency: dict[NodeId, Mapping[Rung, int]] = field(default_factory=dict)
+    #: The two nodes that have most bytes of it, most first.
+    largest_holders: tuple[NodeId, ...] = ()
     #: Weights in the device memory of workers. Written only by `device_bytes.py`.
     resident_bytes: dict[WorkerId, int] = field(default_factory=dict)
     #: Workers of `resident_bytes` without a replica, by bytes.
@@ -103,6 +106,27 @@ class Model:
     waiting: dict[int, Request] = field(default_factory=dict)
     #: None exactly if nothing waits.
     queue: Ranking[ModelId, Place] | None = None
+
+    def report(self, node: NodeId, bytes_by_rung: Mapping[Rung, int] | None) -> None:
+        """Note what a node has; None: the node is gone."""
+        if bytes_by_rung is None:
+            self.residency.pop(node, None)
+        else:
+            self.residency[node] = bytes_by_rung
+        ranked = sorted(self.residency, key=lambda one: (-_most(self.residency[one]), one))
+        self.largest_holders = tuple(ranked[:2])
+
+    def source_for(self, node: NodeId) -> NodeId | None:
+        """Return the other node that has most of it; None: none has any."""
+        others = (one for one in self.largest_holders if one != node)
+        return next((one for one in others if _most(self.residency[one])), None)
+
+    def bytes_by_rung(self, node: NodeId) -> Mapping[Rung, int] | None:
+        """Return where a load on a node finds its bytes; None: nothing is known."""
+        own, source = self.residency.get(node), self.source_for(node)
+        if source is None:
+            return own if node == LOCAL or own is not None else {}
+        return {**(own or {}), Rung.PEER: _most(self.residency[source])}
 
     @property
     def keep_alive_s(self) -> float:
@@ -196,6 +220,10 @@ class Replica:
     expiry_entry_s: float = math.inf
 
     @property
+    def takes_requests(self) -> bool:
+        return not self.is_stale and self.drain is None and not self.worker.is_draining
+
+    @property
     def has_free_slot(self) -> bool:
         return len(self.running) < self.max_seqs
 
@@ -269,6 +297,12 @@ class Worker:
     #: Models that have bytes here, with a replica or without. Written only by `device_bytes.py`.
     resident_models: dict[ModelId, Model] = field(default_factory=dict)
     adapters: KnownAdapters = field(default_factory=KnownAdapters)
+    node: NodeId = LOCAL
+    is_draining: bool = False  #: its node is being emptied: nothing new is placed here
+
+
+def _most(bytes_by_rung: Mapping[Rung, int]) -> int:
+    return max(bytes_by_rung.values(), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

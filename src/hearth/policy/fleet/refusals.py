@@ -43,8 +43,8 @@ def refuse_hopeless(fleet: Fleet) -> list[Action]:
 
 
 def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
-    """Say why no worker could ever hold a model; None if one could, or there is no worker yet."""
-    if not fleet.workers:
+    """Say why no worker could ever hold a model; None if one could, or it is too early to say."""
+    if not fleet.workers or fleet.draining:
         return None
     texts = []
     for kind, index in fleet.capacity.by_kind.items():

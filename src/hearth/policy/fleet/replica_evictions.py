@@ -65,7 +65,7 @@ def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim
     model = replica.model
     if model.profile is None or replica.is_stale:
         return Victim(replica, 0.0)
-    load_s = estimates.reload.load_s(replica.total_bytes, model.bytes_by_rung)
+    load_s = estimates.load_s(replica.total_bytes, model, replica.worker.node)
     weight = model.profile.weight
     return Victim(replica, estimates.reload.cost_s(model.name, load_s, weight, now_s))
 

@@ -5,27 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hearth.core.types import Hold, WorkerId
-from hearth.policy.fleet.capacity import CapacityIndex
+from hearth.core.types import Hold, ModelId, WorkerId
+from hearth.policy.fleet.capacity import MAX_SORTED, CapacityIndex
 from hearth.policy.fleet.drain import leaves_room
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Footprint, ModelProfile
-from hearth.policy.fleet.records import Drain, Worker
+from hearth.policy.fleet.records import Drain, Place, Worker
 
 MAX_OPTIONS = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReservedWorkers:
     """Mutable; written by `serving.py` within a step."""
 
     fleet: Fleet
-    #: Drained workers. A model that leaves room for the waiting one may still be loaded there, unless there
-    #: are too many drains to check.
+    #: Drained workers. A model that leaves room for the waiting one may still be loaded there.
     drains: dict[WorkerId, Drain] = field(default_factory=dict)
+    #: There are too many drains to check: each drained worker is kept for the model it is drained for.
+    has_all_drained: bool = False
     #: By kind of device: workers are reserved that could hold any of these without unpinned models. None of
     #: them is larger in every way than another.
     footprints_by_kind: dict[str, list[Footprint]] = field(default_factory=dict)
+
+    def add_drained(self, before: Place | None = None) -> None:
+        """Reserve drained workers: all if there are many, else those of models with an earlier place."""
+        drains = self.fleet.drains
+        self.has_all_drained = len(drains) > MAX_OPTIONS
+        if self.has_all_drained:
+            return
+        for drain in drains.values():
+            first = drain.model.first_waiting
+            if before is None or (first is not None and first.place < before):
+                self.drains[drain.worker.name] = drain
 
     def add_suited(self, profile: ModelProfile) -> None:
         """Reserve all workers that could ever hold a model, except resting ones."""
@@ -38,39 +50,66 @@ class ReservedWorkers:
 
     @property
     def has_all(self) -> bool:
-        return len(self.drains) >= len(self.fleet.workers) or self._has_all_kinds
+        drains = self.fleet.drains if self.has_all_drained else self.drains
+        return len(drains) >= len(self.fleet.workers) or self.has_all_kinds
 
     @property
     def has_all_for_sure(self) -> bool:
-        is_drained = len(self.drains) >= len(self.fleet.workers) > MAX_OPTIONS
-        return not self.fleet.resting and (is_drained or self._has_all_kinds)
+        return not self.fleet.resting and self.has_all_kinds
 
     @property
-    def _has_all_kinds(self) -> bool:
+    def has_all_kinds(self) -> bool:
         return all(self._has_kind(kind, index) for kind, index in self.fleet.capacity.by_kind.items())
 
     def _has_kind(self, kind: str, index: CapacityIndex) -> bool:
         least_bytes = min((one.least_bytes for one in self.footprints_by_kind.get(kind, ())), default=None)
         return least_bytes is not None and least_bytes <= (index.unpinned.lowest or 0)
 
-    def find_open(
-        self, kind: str, footprint: Footprint, most: Hold | None, *, roomiest_first: bool
-    ) -> Iterator[WorkerId]:
-        index = self.fleet.capacity.by_kind[kind]
-        names = index.find_fitting(footprint, most, roomiest_first=roomiest_first)
-        if self._has_kind(kind, index):
-            resting = (name for name in self.fleet.resting if name in index.promises)
-            names = (name for name in resting if index.promises[name].has_room(footprint, most))
-        return (name for name in names if not self.bars(self.fleet.workers[name], footprint))
+    def most_open_bytes(self) -> int:
+        """Return what a model may need at most to be loaded now on any worker; not less than it may."""
+        drained = [] if self.has_all_drained else [one.worker for one in self.fleet.drains.values()]
+        most_bytes = max((self._room_bytes(worker) for worker in drained), default=0)
+        for kind, index in self.fleet.capacity.by_kind.items():
+            if self.fleet.resting or not self._has_kind(kind, index):
+                most_bytes = max(most_bytes, index.open.highest or 0)
+        return most_bytes
 
-    def bars(self, worker: Worker, footprint: Footprint) -> bool:
+    def _room_bytes(self, worker: Worker) -> int:
+        promises = worker.promises
+        return promises.turn_bytes if self.fleet.config.takes_turns else promises.freeable_bytes(Hold.WARM)
+
+    def find_open(
+        self, kind: str, footprint: Footprint, most: Hold | None, model: ModelId, *, roomiest_first: bool
+    ) -> Iterator[WorkerId]:
+        index, workers = self.fleet.capacity.by_kind[kind], self.fleet.workers
+        if self._has_kind(kind, index):
+            names = (name for name in self.fleet.resting if name in index.promises)
+        elif self.has_all_drained and (few := self._find_few(index, footprint, model)) is not None:
+            own_bytes = footprint.promise.own_bytes
+            names = iter(index.without(most).sort(few, from_rank=own_bytes, highest_first=roomiest_first))
+        else:
+            names = index.rank_fitting(footprint, most, roomiest_first=roomiest_first)
+        fitting = (name for name in names if index.promises[name].has_room(footprint, most))
+        return (name for name in fitting if not self.bars(workers[name], footprint, model))
+
+    def _find_few(self, index: CapacityIndex, footprint: Footprint, model: ModelId) -> list[WorkerId] | None:
+        """Return all workers without a drain that may have room for a model, and its own; None: many."""
+        few = index.open.few_from_rank(footprint.promise.own_bytes, MAX_SORTED)
+        drain = self.fleet.drains.get(model)
+        if few is not None and drain is not None and drain.worker.name in index.promises:
+            few.append(drain.worker.name)
+        return few
+
+    def bars(self, worker: Worker, footprint: Footprint, model: ModelId | None = None) -> bool:
         if worker.name in self.fleet.resting:
             return False
-        drain = self.drains.get(worker.name)
-        if drain is not None:
-            is_closed = len(self.drains) > MAX_OPTIONS or not leaves_room(self.fleet, drain, footprint)
-            if is_closed:
-                return True
+        if self.has_all_drained:
+            is_closed = worker.drain is not None and worker.drain.model.name != model
+        else:
+            drain = self.drains.get(worker.name)
+            is_closed = drain is not None and not leaves_room(self.fleet, drain, footprint)
+        if is_closed:
+            return True
         kept = self.footprints_by_kind.get(worker.kind, ())
         return any(worker.promises.has_room(one, Hold.BUSY) for one in kept)
 

@@ -104,7 +104,7 @@ def choose_place(
 
 def has_untried_place(fleet: Fleet, model: Model) -> bool:
     """True if a model could be loaded now where it has not failed, and no other one waits for room."""
-    if model.profile is None or any(name != model.name for name in fleet.queues.for_room):
+    if model.profile is None or len(fleet.queues.for_room) > (model.name in fleet.queues.for_room):
         return False
     most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
     if model.profile.is_pinned:
@@ -152,19 +152,17 @@ def _plan_where_bytes_are(
 
     Only replicas with a hold up to `most` are evicted, and only if that costs less than the bytes save.
     """
-    all_s = fleet.estimates.reload.load_s(profile.num_bytes, model.bytes_by_rung)
     plans: dict[WorkerId, EvictionPlan] = {}
     for name in islice(model.retired.down_to_rank(1), MAX_OPTIONS // 2):
         worker = fleet.workers[name]
         footprint = profile.footprints.get(worker.kind)
         if footprint is None or not _could_take(worker, footprint, most):
             continue
-        if name in barred or reserved.bars(worker, footprint):
+        if name in barred or worker.is_draining or reserved.bars(worker, footprint, model.name):
             continue
         evictions = _plan_evictions(fleet, profile, worker, most)
-        saved_s = all_s - fleet.estimates.reload.load_s(
-            count_missing_bytes(model, worker), model.bytes_by_rung
-        )
+        saved_s = fleet.estimates.load_s(profile.num_bytes, model, worker.node)
+        saved_s -= fleet.estimates.load_s(count_missing_bytes(model, worker), model, worker.node)
         if not evictions.victims or evictions.evict_s < fleet.config.load_weight * saved_s:
             plans[name] = evictions
     return plans
@@ -199,7 +197,9 @@ def _classify_workers(
         for kind in kinds:
             footprint = profile.footprints[kind]
             for roomiest_first in (False, True):
-                names = reserved.find_open(kind, footprint, going, roomiest_first=roomiest_first)
+                names = reserved.find_open(
+                    kind, footprint, going, profile.model, roomiest_first=roomiest_first
+                )
                 others = (n for n in names if n not in barred)
                 if going is Hold.BUSY:
                     others = (n for n in others if _could_take(fleet.workers[n], footprint, going))
@@ -225,11 +225,14 @@ def _price_option(
 ) -> Option:
     queue_s = _estimate_queue_s(fleet, model, worker)
     missing_bytes = count_missing_bytes(model, worker)
-    load_s = fleet.estimates.reload.load_s(missing_bytes, model.bytes_by_rung)
+    load_s = fleet.estimates.load_s(missing_bytes, model, worker.node)
     load_s += fleet.estimates.reload.load_s(adapter_bytes, None)
     evict_s = 0.0 if evictions is None else evictions.evict_s
     utilisation = worker.promises.utilisation
     cost_s = routing_cost(fleet.config, queue_s, load_s, utilisation, evict_s)
+    if evictions is not None and len(fleet.num_workers_by_node) > 1:
+        num_beside = sum(one.worker.node == worker.node for one in model.replicas.values())
+        cost_s += fleet.config.spread_s * num_beside
     missing_bytes += adapter_bytes
     return Option(worker.name, queue_s, load_s, utilisation, cost_s, obstacle, evict_s, missing_bytes)
 
@@ -295,6 +298,8 @@ def explain_wait(fleet: Fleet, request_id: RequestId) -> str | None:
 
 def _explain_obstacle(model: Model, worker: Worker) -> str:
     replica = worker.replicas.get(model.name)
+    if worker.is_draining:
+        return f"node `{worker.node}` is being drained"
     if replica is not None:
         if replica.is_stale:
             return "holds an older version, which still runs"

@@ -15,18 +15,19 @@ worker.
 from __future__ import annotations
 
 import math
-from itertools import islice
+from itertools import islice, takewhile
 
-from hearth.core.types import Hold
-from hearth.policy.fleet.drain import begin_drain, is_done, is_in_vain, is_needless, plan_drain
+from hearth.core.types import LOCAL, Hold, ModelId
+from hearth.policy.fleet.drain import begin_drain, is_done, is_in_vain, is_needless, may_give_room, plan_drain
 from hearth.policy.fleet.events import Action, Dispatch, Evict, LoadModel, Option, SetTimer, Why
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model, Replica, Request
 from hearth.policy.fleet.reserved_workers import ReservedWorkers
+from hearth.policy.fleet.room_candidates import FIRST_PLACE, RoomCandidates, keeps_room, kept_until_s
 from hearth.policy.fleet.routing import ReplicaPlace, choose_place, choose_replica
 
-#: Models that are looked at behind those that reserve all room or have no drainable worker.
-MAX_BEHIND = 8
+#: Models that are looked at behind those without a drainable worker; full ones that may be loaded again.
+MAX_BEHIND, MAX_FULL = 8, 64
 
 
 def serve_queues(fleet: Fleet) -> list[Action]:
@@ -38,7 +39,8 @@ def serve_queues(fleet: Fleet) -> list[Action]:
 
 
 def _fill_kept_slots(fleet: Fleet) -> list[Action]:
-    return [action for name in fleet.queues.for_slot for action in fill_slots(fleet, fleet.models[name])]
+    kept = fleet.queues.for_kept_slot
+    return [action for name in kept for action in fill_slots(fleet, fleet.models[name])]
 
 
 def _share_out(fleet: Fleet) -> list[Action]:
@@ -52,36 +54,37 @@ def _share_out(fleet: Fleet) -> list[Action]:
 
 def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
     actions: list[Action] = []
-    fleet.kept_until_s, num_behind = math.inf, 0
-    for name in fleet.queues.for_room:
-        model = fleet.models[name]
-        if name not in fleet.queues.for_room or not _could_fit(fleet, model):
-            continue  # A drain has ended and gave it its replica back; or it can never fit.
+    fleet.kept_until_s = math.inf
+    candidates = RoomCandidates(fleet, reserved)
+    while (model := candidates.next()) is not None:
+        if not _could_fit(fleet, model):
+            candidates.pass_over(model)
+            continue
         most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
         if (place := choose_place(fleet, model, most=most, reserved=reserved)) is not None:
             actions += _load(fleet, model, place) + _end_drains(fleet)
             continue
-        if (drain := fleet.drains.get(name)) is not None and is_done(drain):
+        candidates.pass_over(model)
+        if (drain := fleet.drains.get(model.name)) is not None and is_done(drain):
             actions += _end_drain(fleet, drain)  # Another model got its room.
         reserve_room(fleet, model, reserved)
-        if name not in fleet.drains and _keeps_room(fleet, model):
-            fleet.kept_until_s = min(fleet.kept_until_s, _kept_until_s(fleet, model))
-        num_behind += reserved.has_all
-        if reserved.has_all_for_sure or num_behind > MAX_BEHIND:
-            break
+        if model.name not in fleet.drains and keeps_room(fleet, model):
+            fleet.kept_until_s = min(fleet.kept_until_s, kept_until_s(fleet, model))
+        candidates.count_behind()
+    reserved.add_drained()
     return actions
 
 
 def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
     if (drain := fleet.drains.get(model.name)) is not None:
         reserved.drains[drain.worker.name] = drain
-    elif model.profile is not None and _keeps_room(fleet, model):
+    elif model.profile is not None and keeps_room(fleet, model):
         reserved.add_suited(model.profile)
 
 
 def _serve_slot_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
     actions: list[Action] = []
-    for name in fleet.queues.for_slot:
+    for name in list(islice(fleet.queues.for_slot.from_rank(FIRST_PLACE), MAX_FULL)):
         model = fleet.models[name]
         if not is_second_worthwhile(fleet, model):
             continue
@@ -116,7 +119,7 @@ def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bo
     is_queue_filling = 2 * fleet.queues.num_waiting >= fleet.config.max_queue
     if is_queue_filling or _is_overdue(fleet, model):
         return True
-    load_s = fleet.estimates.reload.load_s(model.profile.num_bytes, model.bytes_by_rung)
+    load_s = fleet.estimates.load_s(model.profile.num_bytes, model, LOCAL)
     run_s = fleet.estimates.run_s(model.name)
     return load_s + evict_s < run_s * len(model.waiting) / max(1, model.num_running)
 
@@ -194,8 +197,7 @@ def _drain_for_overdue(fleet: Fleet) -> bool:
 
     Skips models that have reserved room for long enough and can have none.
     """
-    undrained = (name for name in fleet.queues.for_room if name not in fleet.drains)
-    for name in islice(undrained, MAX_BEHIND):
+    for name in islice(fleet.queues.undrained.from_rank(FIRST_PLACE), MAX_BEHIND):
         model = fleet.models[name]
         if not _could_fit(fleet, model):
             continue
@@ -203,7 +205,7 @@ def _drain_for_overdue(fleet: Fleet) -> bool:
         if drain is not None:
             begin_drain(fleet, drain)
             return True
-        if _keeps_room(fleet, model):
+        if keeps_room(fleet, model):
             return False
     return False
 
@@ -211,23 +213,36 @@ def _drain_for_overdue(fleet: Fleet) -> bool:
 def _end_drains(fleet: Fleet) -> list[Action]:
     """End drains that are needless or in vain; workers of the latter rest."""
     actions: list[Action] = []
-    while (drain := next((one for one in fleet.drains.values() if _must_end(fleet, one)), None)) is not None:
+    while (drain := _find_ending(fleet)) is not None:
         if not is_needless(fleet, drain):
             fleet.resting[drain.worker.name] = fleet.now_s + fleet.config.max_drain_s
         actions += _end_drain(fleet, drain)
     return actions
 
 
-def _must_end(fleet: Fleet, drain: Drain) -> bool:
-    return is_needless(fleet, drain) or is_in_vain(fleet, drain)
+def _find_ending(fleet: Fleet) -> Drain | None:
+    """Return the first drain that must end; looks at those that have changed or take too long."""
+    queues, ending = fleet.queues, dict[ModelId, Drain]()
+    for name, drain in list(queues.changed_drains.items()):
+        if is_needless(fleet, drain):
+            ending[name] = drain
+            continue
+        del queues.changed_drains[name]
+        if may_give_room(fleet, drain):
+            queues.done_drains[name] = drain
+        else:
+            queues.done_drains.pop(name, None)
+    due = takewhile(lambda one: fleet.now_s >= one.began_s + fleet.config.max_drain_s, fleet.drains.values())
+    ending.update((one.model.name, one) for one in due if is_in_vain(fleet, one))
+    if len(ending) > 1:
+        return next(one for name, one in fleet.drains.items() if name in ending)
+    return next(iter(ending.values()), None)
 
 
 def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
-    del fleet.drains[drain.model.name]
-    drain.worker.drain = None
+    fleet.end_drain(drain)
     actions: list[Action] = []
     for replica in drain.victims:
-        replica.drain = None
         if replica.hold is not None:
             fleet.reindex(replica)
             actions += fill_slots(fleet, replica.model)
@@ -248,16 +263,6 @@ def set_timer(fleet: Fleet) -> list[Action]:
         return []
     fleet.timer_s = at_s
     return [SetTimer(at_s)]
-
-
-def _keeps_room(fleet: Fleet, model: Model) -> bool:
-    return fleet.now_s < _kept_until_s(fleet, model)
-
-
-def _kept_until_s(fleet: Fleet, model: Model) -> float:
-    first = model.first_waiting
-    assert first is not None, f"no request waits for `{model.name}`"
-    return first.overdue_s(fleet.config.patience_s) + fleet.config.max_drain_s
 
 
 def _is_overdue(fleet: Fleet, model: Model) -> bool:

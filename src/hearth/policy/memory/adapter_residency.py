@@ -34,15 +34,6 @@ _ABSENT = (AdapterState.FINDING, AdapterState.FOUND)
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterUse:
-    adapter: AdapterId
-    num_bytes: int  #: that it has on the device
-    num_running: int
-    num_waiting: int  #: requests that wait for it
-    is_pinned: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _AdapterRun:
     adapter: AdapterId
     base: ModelId
@@ -50,11 +41,13 @@ class _AdapterRun:
 
 
 @dataclass(slots=True)
-class _KnownAdapter:
+class KnownAdapter:
+    """An adapter with memory or requests. Mutable; written by `AdapterResidency`."""
+
     is_pinned: bool
     num_bytes: int = 0  #: that it has on the device
     state: AdapterState = AdapterState.FINDING
-    waiting: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)  #: requests
     running: set[int] = field(default_factory=set)
 
 
@@ -75,7 +68,7 @@ class AdapterResidency:
         """
         self._cost_per_byte, self._is_active = cost_per_byte, is_active
         self._is_promise_short, self._is_whole = is_promise_short, is_whole
-        self._known: dict[AdapterId, _KnownAdapter] = {}
+        self.known: dict[AdapterId, KnownAdapter] = {}
         self._runs: dict[int, _AdapterRun] = {}  #: waiting or running
         # There may be a thousand, so what every step asks for has an index, in the order of arrival.
         self._absent: dict[AdapterId, None] = {}
@@ -91,9 +84,9 @@ class AdapterResidency:
     def asked(
         self, adapter: AdapterId, run: int, base: ModelId, arrived_s: float, *, is_pinned: bool
     ) -> None:
-        known = self._known.get(adapter)
+        known = self.known.get(adapter)
         if known is None:
-            known = self._known[adapter] = _KnownAdapter(is_pinned)
+            known = self.known[adapter] = KnownAdapter(is_pinned)
             self._absent[adapter] = None
         known.is_pinned = is_pinned
         known.waiting.add(run)
@@ -101,17 +94,17 @@ class AdapterResidency:
         self._runs[run] = _AdapterRun(adapter, base, arrived_s)
 
     def found(self, adapter: AdapterId) -> None:
-        known = self._known.get(adapter)
+        known = self.known.get(adapter)
         if known is not None and known.state is AdapterState.FINDING:
             known.state = AdapterState.FOUND
 
     def unpin(self, adapter: AdapterId) -> None:
-        if (known := self._known.get(adapter)) is not None:
+        if (known := self.known.get(adapter)) is not None:
             known.is_pinned = False
 
     def started(self, run: int) -> None:
         adapter = self._runs[run].adapter
-        known = self._known[adapter]
+        known = self.known[adapter]
         known.waiting.remove(run)
         known.running.add(run)
         if not known.waiting:
@@ -124,7 +117,7 @@ class AdapterResidency:
         """
         if (ended := self._runs.pop(run, None)) is None:
             return None
-        known = self._known[ended.adapter]
+        known = self.known[ended.adapter]
         was_last = known.running == {run}
         known.waiting.discard(run)
         known.running.discard(run)
@@ -133,13 +126,13 @@ class AdapterResidency:
         if not known.running:
             self._lacking.discard(ended.adapter)
         self._forget_unused(ended.adapter)
-        if self._draining and not any(self._known[adapter].waiting for adapter in self._absent):
+        if self._draining and not any(self.known[adapter].waiting for adapter in self._absent):
             self._draining.clear()  # the room is not needed any more
         return ended.adapter if was_last else None
 
     def placed(self, adapter: AdapterId, num_bytes: int) -> None:
         """Note that an adapter has its memory; those that drained for it take requests again."""
-        known = self._known[adapter]
+        known = self.known[adapter]
         assert known.state in _ABSENT, f"adapter {adapter} is placed twice: {known}"
         known.state, known.num_bytes = AdapterState.LOADING, num_bytes
         del self._absent[adapter]
@@ -147,14 +140,14 @@ class AdapterResidency:
         self._draining.clear()
 
     def loaded(self, adapter: AdapterId) -> None:
-        known = self._known[adapter]
+        known = self.known[adapter]
         assert known.state is AdapterState.LOADING, f"adapter {adapter} was not being loaded: {known}"
         known.state = AdapterState.LOADED
         self._loading.remove(adapter)
         self._lacking.discard(adapter)
 
     def left(self, adapter: AdapterId) -> None:
-        known = self._known[adapter]
+        known = self.known[adapter]
         known.state, known.num_bytes = AdapterState.FOUND, 0
         self._absent[adapter] = None
         self._loading.discard(adapter)
@@ -166,21 +159,19 @@ class AdapterResidency:
     # Which adapters take requests.
 
     def state(self, adapter: AdapterId) -> AdapterState | None:
-        known = self._known.get(adapter)
+        known = self.known.get(adapter)
         return None if known is None else known.state
-
-    def has_memory(self, adapter: AdapterId) -> bool:
-        return self.state(adapter) in (AdapterState.LOADING, AdapterState.LOADED)
 
     def startable(self) -> list[int]:
         """Return the waiting requests that may start, the oldest first."""
-        takers = [adapter for adapter in self._waited if self._takes_requests(adapter)]
+        wanted = [adapter for adapter in self._waited if adapter not in self._draining]
+        takers = [adapter for adapter in wanted if self.known[adapter].state is AdapterState.LOADED]
         if not takers or self._is_promise_short():
             return []
-        return sorted((run for adapter in takers for run in self._known[adapter].waiting), key=self._age)
+        return sorted((run for adapter in takers for run in self.known[adapter].waiting), key=self._age)
 
     def runs_of(self, adapter: AdapterId) -> list[int]:
-        known = self._known.get(adapter)
+        known = self.known.get(adapter)
         return [] if known is None else sorted(known.waiting | known.running, key=self._age)
 
     def lacking(self, base: ModelId) -> bool:
@@ -192,7 +183,7 @@ class AdapterResidency:
         return {adapter for adapter in own if self.is_run_by(adapter, base)}
 
     def is_run_by(self, adapter: AdapterId, base: ModelId) -> bool:
-        known = self._known.get(adapter)
+        known = self.known.get(adapter)
         return known is not None and any(self._runs[run].base == base for run in known.running)
 
     # Which adapters are placed and evicted.
@@ -207,7 +198,7 @@ class AdapterResidency:
         wanted = (
             (adapter not in self._lacking, self._age(run), adapter)
             for adapter in self._absent
-            if (known := self._known[adapter]).state is AdapterState.FOUND
+            if (known := self.known[adapter]).state is AdapterState.FOUND
             for run in known.waiting | known.running
             if self._is_active(self._runs[run].base)
         )
@@ -224,7 +215,7 @@ class AdapterResidency:
         return [
             adapter
             for adapter in self._absent
-            if (known := self._known[adapter]).state is AdapterState.FOUND
+            if (known := self.known[adapter]).state is AdapterState.FOUND
             if not any(self._is_active(self._runs[run].base) for run in known.waiting | known.running)
         ]
 
@@ -235,7 +226,7 @@ class AdapterResidency:
         `is_promised`: also all others that no step uses, behind these.
         """
 
-        def price(item: tuple[AdapterId, _KnownAdapter]) -> tuple[bool, bool, bool, float, AdapterId]:
+        def price(item: tuple[AdapterId, KnownAdapter]) -> tuple[bool, bool, bool, float, AdapterId]:
             adapter, known = item
             is_wanted = bool(known.waiting) and adapter not in self._draining
             is_running = bool(known.running)
@@ -244,7 +235,7 @@ class AdapterResidency:
         is_used = self._is_stepped if is_promised else self._is_in_use
         loaded = [
             (adapter, known)
-            for adapter, known in self._known.items()
+            for adapter, known in self.known.items()
             if known.state is AdapterState.LOADED and (is_promised or not known.is_pinned)
             if not known.running or not is_used(known)
         ]
@@ -257,7 +248,7 @@ class AdapterResidency:
         """
         in_use = {
             adapter: known
-            for adapter, known in self._known.items()
+            for adapter, known in self.known.items()
             if known.state is AdapterState.LOADED and not known.is_pinned and self._is_stepped(known)
         }
         left_bytes = need_bytes
@@ -272,7 +263,7 @@ class AdapterResidency:
         """Return the adapter in use whose oldest request is the youngest; None: no step uses any."""
         in_use = [
             adapter
-            for adapter, known in self._known.items()
+            for adapter, known in self.known.items()
             if known.state is AdapterState.LOADED and self._is_stepped(known)
         ]
         return max(in_use, key=lambda adapter: self._age(self.runs_of(adapter)[0]), default=None)
@@ -288,16 +279,10 @@ class AdapterResidency:
     def take_unused(self) -> list[AdapterId]:
         """Return adapters that lost their last memory or request since the last call."""
         unused, self._unused = self._unused, []
-        return [adapter for adapter in unused if adapter not in self._known]
-
-    def uses(self) -> list[AdapterUse]:
-        return [
-            AdapterUse(adapter, known.num_bytes, len(known.running), len(known.waiting), known.is_pinned)
-            for adapter, known in self._known.items()
-        ]
+        return [adapter for adapter in unused if adapter not in self.known]
 
     def check(self) -> None:
-        for adapter, known in self._known.items():
+        for adapter, known in self.known.items():
             assert not known.waiting & known.running, f"{adapter} {known}"
             assert adapter not in self._draining or known.state is AdapterState.LOADED, f"{adapter} {known}"
             assert bool(known.num_bytes) == (known.state not in _ABSENT), f"{adapter} {known}"
@@ -306,34 +291,31 @@ class AdapterResidency:
                 assert self._runs[run].adapter == adapter, f"{run=} {adapter} {known}"
             is_lacking = bool(known.running) and known.state is not AdapterState.LOADED
             assert is_lacking == (adapter in self._lacking), f"{adapter} {known} {self._lacking=}"
-        absent = {adapter for adapter, known in self._known.items() if known.state in _ABSENT}
+        absent = {adapter for adapter, known in self.known.items() if known.state in _ABSENT}
         assert self._absent.keys() == absent, f"{self._absent=}"
-        loading = {one for one, known in self._known.items() if known.state is AdapterState.LOADING}
+        loading = {one for one, known in self.known.items() if known.state is AdapterState.LOADING}
         assert self._loading == loading, f"{self._loading=}"
-        assert self._draining <= self._known.keys(), f"{self._draining=}"
-        waited = {adapter for adapter, known in self._known.items() if known.waiting}
+        assert self._draining <= self.known.keys(), f"{self._draining=}"
+        waited = {adapter for adapter, known in self.known.items() if known.waiting}
         assert self._waited.keys() == waited, f"{self._waited=} {waited=}"
-        num_runs = sum(len(known.waiting) + len(known.running) for known in self._known.values())
+        num_runs = sum(len(known.waiting) + len(known.running) for known in self.known.values())
         assert num_runs == len(self._runs), f"{num_runs=} {len(self._runs)=}"
 
-    def _is_in_use(self, known: _KnownAdapter) -> bool:
+    def _is_in_use(self, known: KnownAdapter) -> bool:
         return any(self._is_active(self._runs[run].base) for run in known.running)
 
-    def _is_stepped(self, known: _KnownAdapter) -> bool:
+    def _is_stepped(self, known: KnownAdapter) -> bool:
         """True if an adapter is in use by a base that lacks nothing else, so that its requests will end."""
         bases = {self._runs[run].base for run in known.running}
         return any(
             self._is_active(base) and self._is_whole(base) and not self.lacking(base) for base in bases
         )
 
-    def _takes_requests(self, adapter: AdapterId) -> bool:
-        return self._known[adapter].state is AdapterState.LOADED and adapter not in self._draining
-
     def _age(self, run: int) -> tuple[float, int]:
         return self._runs[run].arrived_s, run
 
     def _forget_unused(self, adapter: AdapterId) -> None:
-        known = self._known[adapter]
+        known = self.known[adapter]
         if not known.waiting and not known.running and known.state in _ABSENT:
-            del self._known[adapter], self._absent[adapter]
+            del self.known[adapter], self._absent[adapter]
             self._unused.append(adapter)

@@ -57,7 +57,7 @@ def cheapest_first(
     return heapq.nsmallest(max_chunks, chunk_ids, key=rank)
 
 
-class EvictionOrder:
+class ChunkEvictionOrder:
     """The chunks to evict next. Mutable; written only by the books that own it.
 
     All are priced once for many evictions. A chunk that is used or gone meanwhile is discarded.

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hearth.policy.memory.byte_eviction import EvictionOrder, Price
+from hearth.policy.memory.byte_eviction import ChunkEvictionOrder, Price
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ChunkBook:
         self._filling: set[str] = set()
         self._leases: dict[str, int] = {}
         self._idle: set[str] = set()
-        self._order = EvictionOrder()
+        self._order = ChunkEvictionOrder()
 
     @property
     def num_free(self) -> int:
@@ -86,7 +86,7 @@ class ChunkBook:
         """Lease a resident chunk, or find a cell for it.
 
         That is the lowest free cell, behind the first `num_spared` if possible, else that of the next idle
-        chunk in the `EvictionOrder`.
+        chunk in the `ChunkEvictionOrder`.
         """
         if chunk_id in self._filling:
             return Pending()

@@ -111,10 +111,16 @@ class ReloadCosts:
         rates = {rung: rate.bytes_per_s for rung, rate in self.rates.items()}
         return {rung: bytes_per_s for rung, bytes_per_s in rates.items() if bytes_per_s is not None}
 
-    def load_s(self, num_bytes: int, bytes_by_rung: Mapping[Rung, int] | None) -> float:
+    def load_s(
+        self,
+        num_bytes: int,
+        bytes_by_rung: Mapping[Rung, int] | None,
+        peer_bytes_per_s: float | None = None,
+    ) -> float:
         """Return how long a load takes: missing bytes per rung over its speed.
 
-        The nearest rung delivers what it has. Unreported bytes are assumed on disk.
+        The nearest rung delivers what it has. Unreported bytes are assumed on disk. `peer_bytes_per_s`: from
+        the other node; None: as from any.
         """
         if bytes_by_rung is None:
             return num_bytes / self.bytes_per_s(Rung.DISK)
@@ -125,7 +131,7 @@ class ReloadCosts:
         return (
             host_bytes / self.bytes_per_s(Rung.HOST)
             + disk_bytes / self.bytes_per_s(Rung.DISK)
-            + peer_bytes / self.bytes_per_s(Rung.PEER)
+            + peer_bytes / (peer_bytes_per_s or self.bytes_per_s(Rung.PEER))
             + object_bytes / self.bytes_per_s(Rung.OBJECT)
         )
 

@@ -23,7 +23,7 @@ from threading import Lock
 from hearth.core.atomic_file import write_file
 from hearth.core.errors import HearthError, StoreError, StoreFull
 from hearth.core.types import ChunkId
-from hearth.policy.memory.byte_eviction import EvictionOrder, Price
+from hearth.policy.memory.byte_eviction import ChunkEvictionOrder, Price
 from hearth.store.format.description import read_description
 from hearth.store.format.file_stamp import FileStamp, is_private, stamp_of
 from hearth.store.format.local_hashes import collect_hashes, forget_hashes, read_hashes, write_hashes
@@ -96,7 +96,7 @@ class DiskTier:
         self._files: dict[ChunkId, _ChunkFile] = {}
         #: Bytes of every chunk file being written. They count as used, and no other thread touches the file.
         self._writing: dict[ChunkId, int] = {}
-        self._order = EvictionOrder()
+        self._order = ChunkEvictionOrder()
         self._scan()
 
     @property

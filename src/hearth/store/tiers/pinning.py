@@ -40,6 +40,47 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in every Python's mmap module
 log = logging.getLogger(__name__)
 
 
+class RegionQueue:
+    """The regions of a mapping that are still to be taken, each once, by threads that may have to wait."""
+
+    def __init__(self, num_regions: int, num_loads: int) -> None:
+        self.changed = threading.Condition()  #: guards the fields below, and the books of the owner
+        self.is_closed = False
+        self._order = RegionOrder(num_regions, num_loads, now_s=time.monotonic())
+
+    def load_began(self) -> None:
+        """Give out next to no unneeded regions until as many loads have ended."""
+        with self.changed:
+            self._order.load_began(time.monotonic())
+
+    def load_ended(self) -> None:
+        with self.changed:
+            self._order.load_ended(time.monotonic())
+            self.changed.notify_all()
+
+    def take(self, region: int) -> bool:
+        """Take a region that a load needs; False: it was taken before."""
+        with self.changed:
+            return self._order.take(region)
+
+    def next(self, is_ready: Callable[[int], bool]) -> int | None:
+        """Wait until an unneeded region may be taken, and take it; None: no more are given out."""
+        with self.changed:
+            while not self.is_closed and not self._order.is_complete:
+                now_s = time.monotonic()
+                region = self._order.peek(now_s)
+                if region is not None and is_ready(region):
+                    self._order.take_unasked(region, now_s)
+                    return region
+                self.changed.wait(LOOK_S if region is not None else self._order.wait_s(now_s))
+        return None
+
+    def close(self) -> None:
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+
+
 class Touching:
     """Threads that have the kernel find the pages of a mapping, whose bytes stay as they are."""
 
@@ -60,9 +101,7 @@ class Touching:
         self._memory, self._address, self._regions = memory, address, regions
         self._makes_pages = makes_pages
         self._is_touched = bytearray(len(regions))  #: single operations are atomic, so it needs no lock
-        self._order = RegionOrder(len(regions), num_loads, now_s=time.monotonic())
-        self._is_stopped = False
-        self._changed = threading.Condition()  #: guards these two
+        self.queue = RegionQueue(len(regions), num_loads)
         num_threads = min(MAX_TOUCH_THREADS, num_usable_cores(), len(regions))
         self._threads = [
             threading.Thread(target=self._run, name="hearth-touch", daemon=True) for _ in range(num_threads)
@@ -74,50 +113,27 @@ class Touching:
         return bool(self._is_touched[region])
 
     def needed(self, region: int) -> None:
-        with self._changed:
-            if self._order.take(region):
-                self._is_touched[region] = True
-
-    def load_began(self) -> None:
-        """Touch next to nothing until as many loads have ended."""
-        with self._changed:
-            self._order.load_began(time.monotonic())
-
-    def load_ended(self) -> None:
-        with self._changed:
-            self._order.load_ended(time.monotonic())
-            self._changed.notify_all()
+        if self.queue.take(region):
+            self._is_touched[region] = True
 
     def wait(self) -> None:
         for thread in self._threads:
             thread.join()
 
     def stop(self) -> None:
-        with self._changed:
-            self._is_stopped = True
-            self._changed.notify_all()
+        self.queue.close()
         self.wait()
 
     def _run(self) -> None:
-        while (region := self._next()) is not None:
-            while not (self._is_stopped or self._makes_pages or self._is_made(region)):
+        while (region := self.queue.next(lambda region: True)) is not None:
+            while not (self.queue.is_closed or self._makes_pages or self._is_made(region)):
                 time.sleep(LOOK_S)
             self._touch(region)
-
-    def _next(self) -> int | None:
-        with self._changed:
-            while not self._is_stopped and not self._order.is_complete:
-                now_s = time.monotonic()
-                if (region := self._order.peek(now_s)) is not None:
-                    self._order.take_unasked(region, now_s)
-                    return region
-                self._changed.wait(self._order.wait_s(now_s))
-        return None
 
     def _touch(self, region: int) -> None:
         part = self._regions[region]
         for begin in range(part.start, part.stop, TOUCH_BYTES):
-            if self._is_stopped:
+            if self.queue.is_closed:
                 return
             end = min(begin + TOUCH_BYTES, part.stop)
             address = ctypes.c_void_p(self._address + begin)
@@ -152,17 +168,15 @@ class Pinning:
         """
         self._address, self._regions, self._touching = address, regions, touching
         self._register, self._unregister = register, unregister
-        self._order = RegionOrder(len(regions), num_loads, now_s=time.monotonic())
-        self._codes: dict[int, int] = {}  #: CUDA's code by region; 0: pinned
-        self._is_closed = False
-        self._changed = threading.Condition()  #: guards these three
+        self.queue = RegionQueue(len(regions), num_loads)
+        self._codes: dict[int, int] = {}  #: CUDA's code by region; 0: pinned. Guarded by `queue.changed`
         self._one_at_a_time = threading.Lock()  #: held while registering
         self._thread = threading.Thread(target=self._pin_all, name="hearth-pin", daemon=True)
         self._thread.start()
 
     @property
     def pinned_bytes(self) -> int:
-        with self._changed:
+        with self.queue.changed:
             return sum(len(self._regions[at]) for at, code in self._codes.items() if code == 0)
 
     @property
@@ -180,30 +194,19 @@ class Pinning:
         if self.is_settled(region):  # as almost always
             return
         self._touching.needed(region)
-        with self._changed:
-            is_ours = self._order.take(region)
-            while not is_ours and region not in self._codes and not self._is_closed:
-                self._changed.wait()
+        with self.queue.changed:
+            is_ours = self.queue.take(region)
+            while not is_ours and region not in self._codes and not self.queue.is_closed:
+                self.queue.changed.wait()
         if is_ours:
             self._pin(region)
-
-    def load_began(self) -> None:
-        with self._changed:
-            self._order.load_began(time.monotonic())
-
-    def load_ended(self) -> None:
-        with self._changed:
-            self._order.load_ended(time.monotonic())
-            self._changed.notify_all()
 
     def wait(self) -> None:
         self._thread.join()
 
     def close(self) -> None:
         """Pin no more, and unpin what is pinned. Touching has stopped."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self.queue.close()
         self._thread.join()
         with self._one_at_a_time:  # a load may be about to have a region pinned
             pinned = [at for at, code in self._codes.items() if code == 0]
@@ -211,34 +214,23 @@ class Pinning:
                 self._unregister(self._address + self._regions[at].start)
 
     def _pin_all(self) -> None:
-        while (region := self._next()) is not None:
+        while (region := self.queue.next(self._touching.has_touched)) is not None:
             self._pin(region)
             time.sleep(PAUSE_S)
-
-    def _next(self) -> int | None:
-        with self._changed:
-            while not self._is_closed and not self._order.is_complete:
-                now_s = time.monotonic()
-                region = self._order.peek(now_s)
-                if region is not None and self._touching.has_touched(region):
-                    self._order.take_unasked(region, now_s)
-                    return region
-                self._changed.wait(LOOK_S if region is not None else self._order.wait_s(now_s))
-        return None
 
     def _pin(self, region: int) -> None:
         part = self._regions[region]
         with self._one_at_a_time:
-            if self._is_closed:
+            if self.queue.is_closed:
                 return
             try:
                 code = self._register(self._address + part.start, len(part))
             except DeviceError:  # logged below; threads that wait for the region must be woken
                 code = _NO_CONTEXT
-            with self._changed:
+            with self.queue.changed:
                 is_first_failure = code != 0 and not any(self._codes.values())
                 self._codes[region] = code
-                self._changed.notify_all()
+                self.queue.changed.notify_all()
         if is_first_failure:
             log.warning(
                 "fallback copies=pageable reason=pin_failed pinned=%d of=%d cuda_error=%d "

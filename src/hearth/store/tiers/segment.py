@@ -103,13 +103,6 @@ class Segment:
         if (pinning := self._pinning) is not None:
             pinning.pin(cell // self._region_cells)
 
-    def pin_first(self, num_cells: int) -> None:
-        for cell in range(0, min(num_cells, self.num_cells), self._region_cells):
-            self.pin(cell)
-
-    def are_first_pinned(self, num_cells: int) -> bool:
-        return all(map(self.is_pinned, range(min(num_cells, self.num_cells))))
-
     @property
     def is_all_pinned(self) -> bool:
         return (pinning := self._pinning) is not None and pinning.is_complete
@@ -126,14 +119,14 @@ class Segment:
             self._num_loads += 1
             for work in (self._touching, self._pinning):
                 if work is not None:
-                    work.load_began()
+                    work.queue.load_began()
 
     def load_ended(self) -> None:
         with self._lock:
             self._num_loads -= 1
             for work in (self._touching, self._pinning):
                 if work is not None:
-                    work.load_ended()
+                    work.queue.load_ended()
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -398,6 +398,8 @@ class Fetch:
     Its fields belong to the fetcher, and are guarded by its lock.
     """
 
+    release_batch = RELEASE_BATCH
+
     def __init__(
         self,
         fetcher: Fetcher,
@@ -408,12 +410,8 @@ class Fetch:
         is_prefetch: bool = False,
         pass_through: bool = False,
     ) -> None:
-        self.model, self.window, self.is_prefetch, self.pass_through = (
-            model,
-            window,
-            is_prefetch,
-            pass_through,
-        )
+        self.model, self.window = model, window
+        self.is_prefetch, self.pass_through = is_prefetch, pass_through
         self.passed_through: list[int] = []  #: chunks that were released and did not stay
         self.taken: Sequence[HostChunk] = ()  #: chunks that were leased at once: see `Fetcher.lease`
         self.todo = deque(chunks)
@@ -440,10 +438,6 @@ class Fetch:
                     yield taken.popleft()
         finally:
             self.release(*taken)
-
-    @property
-    def release_batch(self) -> int:
-        return RELEASE_BATCH
 
     def batches(self, most: int | None = None) -> Generator[list[HostChunk]]:
         """Yield the chunks in order, those together that are ready, at most `most` of them.

@@ -12,12 +12,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
-from hearth.core.errors import ChunkCorrupt, KeeperGone, LoadCancelled, ModelNotOpen, StoreError
+from hearth.core.errors import KeeperGone, LoadCancelled, ModelNotOpen, StoreError
 from hearth.core.types import Digest
 from hearth.store.format.adapter_manifest import AdapterManifest, of_adapter
-from hearth.store.format.description import read_description
-from hearth.store.format.file_stamp import FileStamp, stamp_of
-from hearth.store.format.manifest import TOKENIZER, Manifest, StoredManifest, damage_of, of_model
+from hearth.store.format.description import Descriptions
+from hearth.store.format.manifest import Manifest, StoredManifest, of_model
 from hearth.store.tiers.segment import Segment
 from hearth.store.transfer.fetch import NUM_FIRST_CELLS
 from hearth.store.transfer.lease_connection import Grant, LeaseConnection
@@ -40,7 +39,6 @@ from hearth.store.transfer.lease_messages import (
 from hearth.store.transfer.staging_buffers import StagingBuffers
 
 MAX_HELLO_BYTES = 4096
-MAX_MANIFESTS = 256
 #: Encoded questions kept for `request`: the same adapters are asked for again and again.
 MAX_QUESTIONS = 4096
 MAX_IDLE = 4
@@ -114,10 +112,7 @@ class LeaseClient:
         self.segment = self._pinned(segment)
         #: For leases from memory that is not pinned yet; None: they pin it themselves.
         self.staging: StagingBuffers | None = None
-        #: By digest. Single operations of a dict are atomic, so it needs no lock.
-        self._manifests: dict[Digest, StoredManifest] = {}
-        #: Verified files beside models: their digest, and their state when it was checked. As above.
-        self._texts: dict[Path, tuple[Digest, FileStamp | None]] = {}
+        self.descriptions = Descriptions()
         #: Segments of keepers that died, mapped while copies may still read them.
         self._old: list[Segment] = []
         self._grants: list[Grant] = []  #: all that are unfinished, and some that are finished
@@ -151,47 +146,26 @@ class LeaseClient:
                 ).start()
             self._pinned(segment)
         if pins_first:
-            segment.pin_first(NUM_FIRST_CELLS)
+            for cell in range(min(NUM_FIRST_CELLS, segment.num_cells)):
+                segment.pin(cell)
 
     @property
     def is_unstaged(self) -> bool:
         return self._is_pinned and self._is_device_up and self.staging is None
 
-    # Models and their files.
+    # Models and adapters.
 
     def open(self, where: str | Path, weight: float = 1.0) -> OpenedModel:
         """A relative path is relative to this process. Raises KeeperGone and other HearthErrors."""
         opened, where = self._open(where, weight)
-        manifest = of_model(self._manifest(opened), where)
+        manifest = of_model(self.descriptions.opened(opened.digest, Path(opened.directory)), where)
         return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
 
     def open_adapter(self, where: str | Path, weight: float = 1.0) -> OpenedAdapter:
         """Have the keeper open a converted adapter. Raises as `open`."""
         opened, where = self._open(where, weight)
-        manifest = of_adapter(self._manifest(opened), where)
+        manifest = of_adapter(self.descriptions.opened(opened.digest, Path(opened.directory)), where)
         return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
-
-    def describe(self, directory: Path) -> Manifest:
-        """Read a model's manifest and check its tokenizer, before the model is opened. Raises HearthError."""
-        manifest = of_model(self._read(directory), str(directory))
-        self.text_file(manifest, directory, TOKENIZER)
-        return manifest
-
-    def text_file(self, manifest: Manifest, directory: Path, name: str) -> Path | None:
-        """Return a file beside a model's weights; None: the model has none. Raises ChunkCorrupt.
-
-        Each state of the file is verified once, because hashing some MB takes milliseconds.
-        """
-        file = next((file for file in manifest.files if file.name == name), None)
-        if file is None:
-            return None
-        path = directory / name
-        checked = (file.digest, stamp_of(path))
-        if self._texts.get(path) != checked:
-            if damage := damage_of(file, directory):
-                raise ChunkCorrupt(f"`{path}` {damage}; convert or fetch the model again")
-            self._texts[path] = checked
-        return path
 
     def _open(self, where: str | Path, weight: float) -> tuple[ModelOpened, str]:
         where = str(where) if "://" in str(where) else str(Path(where).absolute())
@@ -207,23 +181,6 @@ class LeaseClient:
                 raise error_of(answer)
             case _:
                 raise self._nonsense(answer)
-
-    def _manifest(self, opened: ModelOpened) -> StoredManifest:
-        """Return the manifest, read once: that takes milliseconds, too long for a switch of models."""
-        known = self._manifests.get(opened.digest)
-        if known is None:
-            known = self._read(Path(opened.directory))
-            if known.digest != opened.digest:
-                raise StoreError(f"`{opened.directory}` was replaced while it was opened; open it again")
-        return known
-
-    def _read(self, directory: Path) -> StoredManifest:
-        found = read_description(directory)
-        if len(self._manifests) >= MAX_MANIFESTS:
-            self._manifests.clear()
-            self._texts.clear()
-        self._manifests[found.digest] = found
-        return found
 
     # Leases.
 
@@ -291,7 +248,8 @@ class LeaseClient:
     def _may_pass_through(self) -> bool:
         """True if the first cells are pinned and others are not: see `LeaseChunks.pass_through`."""
         segment = self.segment
-        return not segment.is_all_pinned and segment.are_first_pinned(NUM_FIRST_CELLS)
+        first_cells = range(min(NUM_FIRST_CELLS, segment.num_cells))
+        return not segment.is_all_pinned and all(map(segment.is_pinned, first_cells))
 
     # Connections.
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import socket
-import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hearth.core.errors import ChunkMissing, HearthError, LoadCancelled, ModelNotOpen, StoreError
@@ -18,6 +15,7 @@ from hearth.store.tiers.model import StoredModel
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.tiers.upstream import version_now
 from hearth.store.transfer.fetch import Fetch, HostChunk
+from hearth.store.transfer.keeper_socket import KeeperSocket
 from hearth.store.transfer.lease_messages import (
     BytesCounted,
     CancelLease,
@@ -56,7 +54,6 @@ from hearth.store.transfer.lease_messages import (
 from hearth.store.transfer.record import Delivery, totals_by_rung
 from hearth.system.standing_threads import StandingThreads, ThreadTask
 
-LOCK = "lending"
 #: Before the next attempt to accept, when the system has no room for one more connection.
 ACCEPT_DELAY_S = 0.1
 
@@ -68,21 +65,19 @@ log = logging.getLogger(__name__)
 
 
 class LeaseServer:
-    """Serves a socket until it is closed; the tiers stay open. Only the socket's owner may connect."""
+    """Serves a socket until it is closed; the tiers stay open."""
 
     def __init__(self, tiers: Tiers, path: Path) -> None:
-        """Listen at `path`. Raises StoreError if another server does, or the file there is no socket."""
+        """Listen at `path`. Raises as `KeeperSocket`."""
         self._tiers = tiers
-        self._path = path
         self._models: OpenedModels = {}
         self._senders = StandingThreads("hearth-lease")
         self._threads: dict[_Session, threading.Thread] = {}
         self._lock = threading.Lock()  #: guards the threads: sessions end on their own
         self._is_closing = threading.Event()
-        self._listener = _listen(path)
+        self._socket = KeeperSocket(path)
         if tiers.keeps_chunks:
             tiers.segment.touch_in_background()  # which workers then pin
-        self._socket_file = path.lstat()
         self._thread = threading.Thread(target=self._accept, name="hearth-lease", daemon=True)
         self._thread.start()
 
@@ -96,13 +91,9 @@ class LeaseServer:
         if self._is_closing.is_set():
             return
         self._is_closing.set()
-        with suppress(FileNotFoundError):
-            # Checked while we listen: until then no other file can get our inode's number.
-            if os.path.samestat(self._path.lstat(), self._socket_file):
-                self._path.unlink()
-        self._listener.shutdown(socket.SHUT_RDWR)
+        self._socket.stop()
         self._thread.join()
-        self._listener.close()
+        self._socket.close()
         with self._lock:
             threads = dict(self._threads)
         for session in threads:
@@ -114,13 +105,12 @@ class LeaseServer:
         is_failing = False  # one log line for a run of failures
         while True:
             try:
-                connection, _ = self._listener.accept()
-                self._welcome(connection)
+                self._welcome(self._socket.accept())
             except (OSError, RuntimeError) as error:  # no room for one more connection, or its thread
                 if self._is_closing.is_set():
                     return
                 if not is_failing:
-                    log.error("borrower_not_accepted path=%s reason=%s", self._path, error)
+                    log.error("lease_client_not_accepted path=%s reason=%s", self._socket.path, error)
                 is_failing = True
                 self._is_closing.wait(ACCEPT_DELAY_S)
                 continue
@@ -172,7 +162,7 @@ class _Session:
         except OSError:
             pass  # the worker is gone; every session ends so
         except StoreError as error:
-            log.warning("borrower_dropped reason=%s", error)
+            log.warning("lease_client_dropped reason=%s", error)
         finally:
             self._end()
 
@@ -427,62 +417,3 @@ def _key(model: StoredModel) -> tuple[Digest, str]:
 
 def _message(chunk: HostChunk) -> ChunkLeased:
     return ChunkLeased(chunk.index, chunk.cell, len(chunk.data), chunk.delivery, chunk.is_shared)
-
-
-def _listen(path: Path) -> socket.socket:
-    """Listen at a new socket, in the place of one whose server is gone, as one critical section."""
-    with _alone_at(path):
-        _make_way(path)
-        return _bind(path)
-
-
-@contextmanager
-def _alone_at(path: Path) -> Iterator[None]:
-    """Keep other servers from making a socket in this directory. The lock file stays."""
-    try:
-        lock = os.open(path.with_name(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StoreError(f"the keeper cannot listen at `{path}`: {error}; use another path") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held for milliseconds
-        yield
-    finally:
-        os.close(lock)
-
-
-def _bind(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)
-    try:
-        listener.bind(str(path))
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise StoreError(f"the keeper cannot listen at `{path}`: {error}; use another path") from error
-    finally:
-        os.umask(mask)
-    return listener
-
-
-def _make_way(path: Path) -> None:
-    """Remove the socket of a server that is gone, and nothing else."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise StoreError(f"`{path}` is not a socket; use another path, or move it away")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-        caller.setblocking(False)  # a busy server counts as well
-        try:
-            caller.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-            return
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise StoreError(
-                f"the socket `{path}` belongs to another user: {error}; use another path"
-            ) from error
-    raise StoreError(f"another keeper listens at `{path}`; use another path, or stop it")

@@ -32,7 +32,7 @@ from hearth.core.errors import HearthError, LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
 from hearth.store.format.manifest import Manifest, StoredManifest
 from hearth.store.transfer.copies import ChunkCopies, CopyStream, copies_of
-from hearth.store.transfer.destination import Destination, LoadPiece
+from hearth.store.transfer.destination import Destination, LoadPiece, PageMapping
 from hearth.store.transfer.fetch import HostChunk
 from hearth.store.transfer.record import LoadRecord, Tally
 from hearth.system.cuda.batches import BatchedCopies
@@ -404,19 +404,26 @@ class Loader:
 
 
 class TransferGate:
-    def __init__(self, transfer: Transfer, manifest: Manifest) -> None:
-        self._transfer = transfer
+    """A `WeightGate`. Bytes that are on the device may have only to be mapped: `mapping` has those, too."""
+
+    def __init__(self, transfer: Transfer, manifest: Manifest, mapping: PageMapping | None = None) -> None:
+        self._transfer, self._mapping = transfer, mapping
         self._layers = manifest.layers
         self._head = ByteRange(manifest.layers[-1].end, manifest.num_bytes)
 
     def is_open(self) -> bool:
-        return self._transfer.is_done
+        return self._transfer.is_done and (self._mapping is None or self._mapping.is_done)
 
     def embed(self) -> None:
-        self._transfer.wait_for(ByteRange(0, self._layers[0].begin))
+        self._wait_for(ByteRange(0, self._layers[0].begin))
 
     def layer(self, layer: int) -> None:
-        self._transfer.wait_for(self._layers[layer])
+        self._wait_for(self._layers[layer])
 
     def head(self) -> None:
-        self._transfer.wait_for(self._head)
+        self._wait_for(self._head)
+
+    def _wait_for(self, part: ByteRange) -> None:
+        if self._mapping is not None:
+            self._mapping.wait_for(part)
+        self._transfer.wait_for(part)

@@ -119,31 +119,31 @@ class CudaGraphs:
 
     def __init__(self, driver: CudaDriver) -> None:
         driver.declare(_CALLS)
-        self._driver = driver
+        self.driver = driver
 
     # Reading a graph.
 
     def nodes(self, graph: int) -> Handles:
         count = c_size_t()
-        self._driver.call("cuGraphGetNodes", graph, None, ctypes.byref(count))
+        self.driver.call("cuGraphGetNodes", graph, None, ctypes.byref(count))
         nodes = np.zeros(count.value, np.uint64)
         if count.value:
-            self._driver.call("cuGraphGetNodes", graph, nodes.ctypes.data, ctypes.byref(count))
+            self.driver.call("cuGraphGetNodes", graph, nodes.ctypes.data, ctypes.byref(count))
         return nodes
 
     def edges(self, graph: int) -> tuple[Handles, Handles, npt.NDArray[np.void]]:
         count = c_size_t()
-        self._driver.call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
+        self.driver.call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
         sources, targets = (np.zeros(count.value, np.uint64) for _ in range(2))
         data = np.zeros(count.value, EDGE_DATA)
         if count.value:
             arrays = (sources.ctypes.data, targets.ctypes.data, data.ctypes.data)
-            self._driver.call("cuGraphGetEdges_v2", graph, *arrays, ctypes.byref(count))
+            self.driver.call("cuGraphGetEdges_v2", graph, *arrays, ctypes.byref(count))
         return sources, targets, data
 
     def kinds(self, nodes: Handles) -> npt.NDArray[np.int32]:
         kinds = np.zeros(len(nodes), np.int32)
-        self._driver.call_each("cuGraphNodeGetType", zip(nodes.tolist(), _rows(kinds), strict=True))
+        self.driver.call_each("cuGraphNodeGetType", zip(nodes.tolist(), _rows(kinds), strict=True))
         return kinds
 
     def kernel_nodes(self, nodes: Handles) -> npt.NDArray[np.void]:
@@ -158,7 +158,7 @@ class CudaGraphs:
 
     def _params(self, call: str, nodes: Handles, dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
         params = np.zeros(len(nodes), dtype)
-        self._driver.call_each(call, zip(nodes.tolist(), _rows(params), strict=True))
+        self.driver.call_each(call, zip(nodes.tolist(), _rows(params), strict=True))
         return params
 
     def attributes(self, nodes: Handles) -> npt.NDArray[np.uint8]:
@@ -168,68 +168,60 @@ class CudaGraphs:
         for index, attribute in enumerate(NODE_ATTRIBUTES):
             rows = zip(nodes.tolist(), _rows(values[:, index]), strict=True)
             calls = ((node, attribute, value) for node, value in rows)
-            if (first := next(calls, None)) is not None and self._driver.succeeds(call, *first):
-                self._driver.call_each(call, calls)
+            if (first := next(calls, None)) is not None and self.driver.succeeds(call, *first):
+                self.driver.call_each(call, calls)
         return values
 
     # Graphs made here: empty ones, and executables that native code has built.
 
     def create(self) -> int:
         graph = c_void_p()
-        self._driver.call("cuGraphCreate", ctypes.byref(graph), 0)
+        self.driver.call("cuGraphCreate", ctypes.byref(graph), 0)
         return graph.value or 0
 
     def add_kernels(self, graph: int, params: npt.NDArray[np.void]) -> Handles:
         nodes = np.zeros(len(params), np.uint64)
         calls = zip(_rows(nodes), _rows(params), strict=True)
-        self._driver.call_each("cuGraphAddKernelNode_v2", ((node, graph, None, 0, at) for node, at in calls))
+        self.driver.call_each("cuGraphAddKernelNode_v2", ((node, graph, None, 0, at) for node, at in calls))
         return nodes
 
     def destroy(self, graph: int) -> None:
-        self._driver.call("cuGraphDestroy", graph)
+        self.driver.call("cuGraphDestroy", graph)
 
     def instantiate(self, graph: int) -> int:
         executable = c_void_p()
-        self._driver.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
+        self.driver.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
         return executable.value or 0
 
     def launch(self, executable: int, stream: int) -> None:
-        self._driver.call("cuGraphLaunch", executable, stream)
+        self.driver.call("cuGraphLaunch", executable, stream)
 
     def destroy_executable(self, executable: int) -> None:
-        self._driver.call("cuGraphExecDestroy", executable)
-
-    # For native code.
-
-    def address(self, call: str) -> int:
-        return self._driver.address(call)
-
-    def enter_context(self) -> int:
-        return self._driver.enter_context()
+        self.driver.call("cuGraphExecDestroy", executable)
 
     def refused(self, call: str, code: int) -> NoReturn:
-        self._driver.refused(call, len(_CALLS[call]), code)
+        self.driver.refused(call, len(_CALLS[call]), code)
 
     # Functions.
 
     def function_of(self, kernel: int) -> int:
         function = c_void_p()
-        self._driver.call("cuKernelGetFunction", ctypes.byref(function), kernel)
+        self.driver.call("cuKernelGetFunction", ctypes.byref(function), kernel)
         return function.value or 0
 
     def load(self, function: int) -> None:
         """Load a function unless it is loaded; libraries do so on first use."""
-        self._driver.call("cuFuncLoad", function)
+        self.driver.call("cuFuncLoad", function)
 
     def name(self, function: int) -> str:
         name = ctypes.c_char_p()
-        self._driver.call("cuFuncGetName", ctypes.byref(name), function)
+        self.driver.call("cuFuncGetName", ctypes.byref(name), function)
         return (name.value or b"").decode()
 
     def parameters(self, function: int) -> list[tuple[int, int]]:
         found = list[tuple[int, int]]()
         offset, size = c_size_t(), c_size_t()
-        while self._driver.succeeds(
+        while self.driver.succeeds(
             "cuFuncGetParamInfo", function, len(found), ctypes.byref(offset), ctypes.byref(size)
         ):
             found.append((offset.value, size.value))
@@ -237,23 +229,23 @@ class CudaGraphs:
 
     def function_attribute(self, function: int, attribute: int) -> int:
         value = c_int()
-        self._driver.call("cuFuncGetAttribute", ctypes.byref(value), attribute, function)
+        self.driver.call("cuFuncGetAttribute", ctypes.byref(value), attribute, function)
         return value.value
 
     def set_function_attribute(self, function: int, attribute: int, value: int) -> None:
-        self._driver.call("cuFuncSetAttribute", function, attribute, value)
+        self.driver.call("cuFuncSetAttribute", function, attribute, value)
 
     def module_of(self, function: int) -> int:
         module = c_void_p()
-        self._driver.call("cuFuncGetModule", ctypes.byref(module), function)
+        self.driver.call("cuFuncGetModule", ctypes.byref(module), function)
         return module.value or 0
 
     def functions(self, module: int) -> Sequence[int]:
         count = c_uint()
-        self._driver.call("cuModuleGetFunctionCount", ctypes.byref(count), module)
+        self.driver.call("cuModuleGetFunctionCount", ctypes.byref(count), module)
         functions = np.zeros(count.value, np.uint64)
         if count.value:
-            self._driver.call("cuModuleEnumerateFunctions", functions.ctypes.data, count.value, module)
+            self.driver.call("cuModuleEnumerateFunctions", functions.ctypes.data, count.value, module)
         found: list[int] = functions.tolist()
         return found
 
@@ -261,7 +253,7 @@ class CudaGraphs:
         """Return the type of memory at an address, such as `MEMORYTYPE_HOST`; None: the driver has none."""
         kind = c_uint()
         attribute = POINTER_ATTRIBUTE_MEMORY_TYPE
-        is_known = self._driver.succeeds("cuPointerGetAttribute", ctypes.byref(kind), attribute, value)
+        is_known = self.driver.succeeds("cuPointerGetAttribute", ctypes.byref(kind), attribute, value)
         return kind.value if is_known else None
 
 
