@@ -34,16 +34,16 @@ class Ceiling:
     receiver_cpu_s_per_gb: float
 
 
-def probe(num_streams: int, credentials: Path | None, name: str, prefix: tuple[str, ...] = ()) -> Ceiling:
-    """`credentials`: of the node `name`, to encrypt by; None: not. `prefix`: how the sender is started."""
+def probe(num_streams: int, credentials: Path | None, name: str) -> Ceiling:
+    """`credentials`: those of the node `name`, to encrypt; None: not encrypted."""
     given = [str(num_streams), "" if credentials is None else str(credentials)]
-    command = [*prefix, sys.executable, "-m", "bench.cluster.ceiling", *given]
+    command = [sys.executable, "-m", "bench.cluster.ceiling", *given]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sender:
         assert sender.stdout is not None
-        host, port = sender.stdout.readline().split()
+        port = int(sender.stdout.readline())
         connections: list[socket.socket] = []
         for _ in range(num_streams):
-            connection: socket.socket = socket.create_connection((host, int(port)))
+            connection: socket.socket = socket.create_connection(("127.0.0.1", port))
             if credentials is not None:
                 context = tls_context(credentials, ssl.PROTOCOL_TLS_CLIENT)
                 connection = context.wrap_socket(connection, server_hostname=name)
@@ -90,8 +90,8 @@ def main() -> None:
     data = os.urandom(CHUNK_BYTES)
     fd = os.memfd_create("ceiling")
     os.write(fd, data)
-    with socket.create_server(("", 0)) as listener:
-        print(_own_address(), listener.getsockname()[1], flush=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
         threads = []
         for _ in range(num_streams):
             connection, _ = listener.accept()
@@ -103,17 +103,6 @@ def main() -> None:
     for thread in threads:
         thread.join()
     print(_cpu_s() - before_s, flush=True)
-
-
-def _own_address() -> str:
-    """Return the address that others reach this process at: in a network namespace, its only one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probing:
-        try:
-            probing.connect(("10.77.0.254", 1))  # sends nothing
-        except OSError:
-            return "127.0.0.1"
-        address: str = probing.getsockname()[0]
-        return address if address.startswith("10.77.") else "127.0.0.1"
 
 
 def _started(act: Callable[[], None]) -> threading.Thread:

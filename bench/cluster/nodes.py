@@ -46,9 +46,10 @@ class Cluster:
         self._tickets: set[str] = set()
         self._authority = _Authority()
 
-    def add(self, name: str, host: str = "127.0.0.1") -> Node:
-        """Make a node without a store: `Node.held` says what it has, and whom its connections go to."""
-        node = Node(self, NodeId(name), self.folder / name, host)
+    def add(self, name: str, listener: socket.socket | None = None) -> Node:
+        """Make a node without a store: `Node.held` says what it has, `Node.take` gets its connections."""
+        listener = socket.create_server(("127.0.0.1", 0)) if listener is None else listener
+        node = Node(self, NodeId(name), self.folder / name, listener)
         self._authority.certify(node.folder, node.name)
         self.nodes[node.name] = node
         return node
@@ -86,14 +87,14 @@ class Cluster:
 class Node:
     """The agent of one node: its port, and the socket for its keeper's questions."""
 
-    def __init__(self, cluster: Cluster, name: NodeId, folder: Path, host: str) -> None:
+    def __init__(self, cluster: Cluster, name: NodeId, folder: Path, listener: socket.socket) -> None:
         folder.mkdir(parents=True)
-        self.cluster, self.name, self.folder, self.host = cluster, name, folder, host
+        self.cluster, self.name, self.folder = cluster, name, folder
         self.agent_socket, self.peers_socket = folder / "agent.sock", folder / "peers.sock"
         self.held: Held = lambda _: ()
         self.take: Callable[[socket.socket], None] = self._hand_over
-        self._listener = socket.create_server((host, 0))
-        self.port = self._listener.getsockname()[1]
+        self._listener = listener
+        self.host, self.port = listener.getsockname()
         threading.Thread(target=self._accept, daemon=True).start()
         self._agent = _AgentServer(self)
         threading.Thread(target=self._agent.serve_forever, args=(0.05,), daemon=True).start()

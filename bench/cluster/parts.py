@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from bench.cluster.ceiling import Ceiling, probe
+from bench.cluster.netlab import inside, listen_inside, shaped_links
 from bench.cluster.nodes import Cluster, Node
 from bench.report import step, tell
 from hearth.core.errors import StoreError
@@ -50,6 +51,8 @@ SHAPE: Mapping[str, object] = {
 }
 #: More make a ceiling on few cores lower.
 NUM_STREAMS = 4
+MBIT = 200
+SHAPED_CHUNKS = 24
 
 
 @dataclass(slots=True)
@@ -101,8 +104,10 @@ def loopback(num_rounds: int) -> Iterator[Figure]:
         two = Figure(f"loopback, {how}: two senders", "GB/s")
         with bench_cluster(is_encrypted) as bench:
             senders = [bench.keeper(name) for name in ("a", "b")]
-            receiver = bench.keeper("c", disk_bytes=0)
-            keeping = bench.keeper("d")
+            receiver = bench.keeper("c", num_chunks=bench.num_chunks, disk_bytes=0)
+            keeping = bench.keeper("d", num_chunks=bench.num_chunks)
+            for keeper in (receiver, keeping):  # the first load opens connections and makes the pages
+                bench.load(keeper, senders)
             for number in range(num_rounds):
                 ceiling = bench.ceiling()
                 speed.bounds.append(ceiling.bytes_per_s / 1e9)
@@ -118,7 +123,28 @@ def loopback(num_rounds: int) -> Iterator[Figure]:
         yield from (speed, cpu, receiving, kept, two)
 
 
-PARTS: Mapping[str, Callable[[int], Iterator[Figure]]] = {"loopback": loopback}
+def shaped(num_rounds: int) -> Iterator[Figure]:
+    """Senders behind links of `MBIT`, a receiver behind one of five times as much."""
+    bound = MBIT / 8e3
+    for is_encrypted in (False, True):
+        how = f"{MBIT} Mbit/s, {'encrypted' if is_encrypted else 'plain'}"
+        one = Figure(f"{how}: one sender", "GB/s", "0.92 of the bound")
+        two = Figure(f"{how}: two senders, times one", "times", "1.8")
+        links = {"a": MBIT, "b": MBIT, "c": 5 * MBIT}
+        with shaped_links(links) as addresses, bench_cluster(is_encrypted) as bench:
+            senders = [bench.keeper(name, address=addresses[name]) for name in ("a", "b")]
+            receiver = bench.keeper("c", num_chunks=SHAPED_CHUNKS, disk_bytes=0, address=addresses["c"])
+            bench.load(receiver, senders, SHAPED_CHUNKS)
+            for number in range(num_rounds):
+                one.values.append(bench.load(receiver, senders[:1], SHAPED_CHUNKS).gb_per_s)
+                one.bounds.append(bound)
+                both = bench.load(receiver, senders, SHAPED_CHUNKS).gb_per_s
+                two.values.append(both / one.values[-1])
+                tell(f"{how}, round {number}: {one.values[-1]:.4f} GB/s of {bound:g}, two {both:.4f}")
+        yield from (one, two)
+
+
+PARTS: Mapping[str, Callable[[int], Iterator[Figure]]] = {"loopback": loopback, "shaped": shaped}
 
 
 class Bench:
@@ -128,12 +154,25 @@ class Bench:
         self.cluster, self._stack = cluster, stack
         with step("writing random models"):
             self._models = [_write(cluster.folder / f"model-{number}") for number in range(2)]
+        self.num_chunks = len(self._models[0][1].chunks)
         self._num_loads = Counter[Keeper]()
 
-    def keeper(self, name: str, *, disk_bytes: int | None = None, prefix: Sequence[str] = ()) -> Keeper:
-        """Start a keeper with room for one model in host memory; a sender's has room for all."""
-        node = self.cluster.add(name)
-        num_cells = len(self._models[0][1].chunks) * (1 if name in "cd" else len(self._models))
+    def keeper(
+        self,
+        name: str,
+        *,
+        num_chunks: int | None = None,
+        disk_bytes: int | None = None,
+        address: str | None = None,
+    ) -> Keeper:
+        """Start a keeper. `num_chunks` that it loads at a time, so that nothing of the load before stays.
+
+        None: its host memory has room for all models.
+        `address`: in its own network namespace; None: it has none.
+        """
+        node = self.cluster.add(name, None if address is None else listen_inside(name, address))
+        prefix = () if address is None else inside(name)
+        num_cells = self.num_chunks * len(self._models) if num_chunks is None else num_chunks
         setup = KeeperSetup(
             socket=str(node.folder / "keeper.sock"),
             kind="cuda",  # it keeps chunks in host memory; no device is touched
@@ -166,7 +205,7 @@ class Bench:
         credentials = node.folder if self.cluster.is_encrypted else None
         return probe(NUM_STREAMS, credentials, certificate_name(node.name))
 
-    def load(self, receiver: Keeper, senders: Sequence[Keeper]) -> Load:
+    def load(self, receiver: Keeper, senders: Sequence[Keeper], num_chunks: int | None = None) -> Load:
         """Have a model loaded from the host memory of senders; not the one that the receiver had before."""
         directory, manifest = self._models[self._num_loads[receiver] % len(self._models)]
         self._num_loads[receiver] += 1
@@ -179,7 +218,8 @@ class Bench:
             model = client.open(where)
             before_s, receiver_s = sum(sender.cpu_s for sender in senders), receiver.cpu_s
             began_s, rungs = time.perf_counter(), set[Rung | None]()
-            grant = client.grant(model, range(len(manifest.chunks)))
+            chunks = manifest.chunks[:num_chunks]
+            grant = client.grant(model, range(len(chunks)))
             for chunk in grant:
                 rungs.add(chunk.delivery and chunk.delivery.rung)
                 grant.release(chunk)
@@ -189,7 +229,7 @@ class Bench:
         if rungs != {Rung.PEER}:
             raise RuntimeError(f"all chunks should have come from nodes, some came from {rungs}")
         asyncio.run(KeeperClient(receiver.socket).forget(where))
-        return Load(manifest.num_bytes, seconds, cpu_s, receiver_s)
+        return Load(sum(chunk.num_bytes for chunk in chunks), seconds, cpu_s, receiver_s)
 
 
 @contextmanager

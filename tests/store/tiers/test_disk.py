@@ -25,7 +25,7 @@ from hearth.core.types import ChunkId
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
 from hearth.store.format.manifest import MANIFEST, WEIGHTS, Manifest, chunk_of
-from hearth.store.tiers.disk import TEMPORARY_MAX_AGE_S, DiskCounters, DiskTier, Location
+from hearth.store.tiers.disk import TEMPORARY_MAX_AGE_S, DiskCounters, DiskLocation, DiskTier
 
 TINY = {"num_hidden_layers": 1, "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2}
 ARCH = arch_from_config({"model_type": "llama", **TINY, "intermediate_size": 8})
@@ -64,7 +64,7 @@ def keep(tier: DiskTier, data: bytes) -> ChunkId:
     return chunk_id
 
 
-def read(location: Location) -> bytes:
+def read(location: DiskLocation) -> bytes:
     with location.path.open("rb") as file:
         file.seek(location.offset)
         return file.read(location.num_bytes)
@@ -135,7 +135,7 @@ def test_a_model_outside_the_root_is_found_until_it_is_forgotten(tmp_path: Path)
     tier.register(tmp_path / "elsewhere", manifest)
     (location,) = tier.locate(manifest.chunk_ids[1])
     tier.forget(tmp_path / "elsewhere")
-    assert location == Location(tmp_path / "elsewhere" / WEIGHTS, CHUNK_BYTES, CHUNK_BYTES)
+    assert location == DiskLocation(tmp_path / "elsewhere" / WEIGHTS, CHUNK_BYTES, CHUNK_BYTES)
     assert tier.locate(manifest.chunk_ids[1]) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import tempfile
 import threading
@@ -16,7 +17,7 @@ import pytest
 
 from bench.cluster.nodes import Cluster, Node
 from hearth.core.config import StoreConfig
-from hearth.core.errors import ChunkMissing, LoadCancelled, StoreError, Unreachable
+from hearth.core.errors import ChunkCorrupt, ChunkMissing, LoadCancelled, StoreError, Unreachable
 from hearth.core.messages import KeeperSetup
 from hearth.core.node_messages import HeldChunks
 from hearth.core.types import LOCAL, Digest, Rung
@@ -160,9 +161,25 @@ class TestOpening:
         write_model(tmp_path / "other", seed=1)
         with a_store(cluster, "local") as head, a_store(cluster, "gpu-2") as store:
             head.tiers.find = lambda digest: head.tiers.open(tmp_path / "other")  # type: ignore[method-assign]
-            with pytest.raises(StoreError, match=f"a node sent .* for `{where(source)}`"):
+            with pytest.raises(
+                ChunkCorrupt, match=f"`local`: it sent the manifest of .* for {where(source)}"
+            ):
                 store.tiers.open(where(source))
             assert not list((store.tiers.disk.root / "models").glob("*/manifest.json"))
+
+    @pytest.mark.parametrize("name", [MANIFEST, "tokenizer.json"])
+    def test_a_damaged_description_comes_from_another_node(
+        self, cluster: Cluster, source: Path, tmp_path: Path, name: str
+    ) -> None:
+        shutil.copytree(source, tmp_path / "copy")
+        with ExitStack() as stack:
+            bad, good, store = (stack.enter_context(a_store(cluster, name)) for name in ("a", "b", "c"))
+            good.tiers.open(source)
+            bad.tiers.open(tmp_path / "copy")
+            (tmp_path / "copy" / name).write_bytes(b"{}")
+            model = store.tiers.open(where(source))
+            assert (model.directory / "tokenizer.json").read_bytes() == TEXT
+            assert load(store, source)[1] == ["b"] * len(all_chunks(model))
 
     def test_forgetting_frees_the_disk(self, cluster: Cluster, source: Path) -> None:
         with a_store(cluster, "local") as head, a_store(cluster, "gpu-2") as store:

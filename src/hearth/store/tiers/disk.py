@@ -40,7 +40,7 @@ _CHUNK_FILE = re.compile("([0-9a-f]{64}-[0-9]{1,15})-([0-9a-f]{32})")
 
 
 @dataclass(frozen=True, slots=True)
-class Location:
+class DiskLocation:
     path: Path
     offset: int
     num_bytes: int
@@ -92,7 +92,7 @@ class DiskTier:
         self._lock = Lock()
         self._models: dict[Path, _Registered] = {}
         #: Where files of weights hold each chunk, in the order of registration. No list is empty.
-        self._locations: dict[ChunkId, list[Location]] = {}
+        self._locations: dict[ChunkId, list[DiskLocation]] = {}
         self._files: dict[ChunkId, _ChunkFile] = {}
         #: Bytes of every chunk file being written. They count as used, and no other thread touches the file.
         self._writing: dict[ChunkId, int] = {}
@@ -125,7 +125,7 @@ class DiskTier:
                 if found is not None:
                     model.xxh3[chunk.id] = found.xxh3[index]
                     known = LocalHash(found.xxh3[index], stamp)
-                location = Location(weights, offset, chunk.num_bytes, known)
+                location = DiskLocation(weights, offset, chunk.num_bytes, known)
                 self._locations.setdefault(chunk.id, []).append(location)
 
     def forget(self, directory: Path) -> None:
@@ -134,7 +134,7 @@ class DiskTier:
             self._forget(directory)
         forget_hashes(self.root, directory)
 
-    def locate(self, chunk_id: ChunkId, directory: Path | None = None) -> list[Location]:
+    def locate(self, chunk_id: ChunkId, directory: Path | None = None) -> list[DiskLocation]:
         """Return all locations that should hold a chunk, the trustier first.
 
         The weights in `directory`, the model's own, come first, so that a damaged or slow copy concerns only
@@ -145,7 +145,7 @@ class DiskTier:
             if chunk_id in self._files:
                 file = self._files[chunk_id]
                 known = LocalHash(file.xxh3, None) if file.is_sure else None
-                locations.insert(0, Location(self._path(chunk_id, file), 0, file.num_bytes, known))
+                locations.insert(0, DiskLocation(self._path(chunk_id, file), 0, file.num_bytes, known))
                 self._order.discard(chunk_id)
             self.counters.num_hits += bool(locations)
             if len(locations) > 1:
@@ -156,7 +156,7 @@ class DiskTier:
         with self._lock:
             return chunk_id in self._files or chunk_id in self._locations
 
-    def verified(self, location: Location, known: LocalHash) -> None:
+    def verified(self, location: DiskLocation, known: LocalHash) -> None:
         """Learn the xxh3 of a chunk in a file of weights, whose digest was found right.
 
         Once all of a file's are known, they are kept for the next process.
@@ -203,7 +203,7 @@ class DiskTier:
                     self.counters.kept_bytes += data.nbytes
         return True
 
-    def condemn(self, location: Location) -> None:
+    def condemn(self, location: DiskLocation) -> None:
         """Delete a bad chunk file; leave bad weights out until their model is registered again."""
         with self._lock:
             chunk_id, model = _chunk_of(location.path), self._models.get(location.path.parent)
@@ -305,7 +305,7 @@ class DiskTier:
         for chunk_id in model.manifest.chunk_ids if model else ():
             self._remove_locations(chunk_id, lambda location: location.path == directory / WEIGHTS)
 
-    def _remove_locations(self, chunk_id: ChunkId, is_gone: Callable[[Location], bool]) -> None:
+    def _remove_locations(self, chunk_id: ChunkId, is_gone: Callable[[DiskLocation], bool]) -> None:
         locations = [location for location in self._locations.pop(chunk_id, ()) if not is_gone(location)]
         if locations:
             self._locations[chunk_id] = locations

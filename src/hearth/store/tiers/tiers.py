@@ -270,6 +270,8 @@ class Tiers:
         self.fetcher.resident(())
         self.prices.bytes_per_s(Rung.HOST)
         _ = self.disk.used_bytes
+        if self.peers is not None:
+            self.peers.links()
 
     def close(self) -> None:
         self.fetcher.close()
@@ -307,8 +309,6 @@ class Tiers:
             log.warning("fallback description=upstream model=%s reason=%s", directory.name, reason)
         found = _read_description(remote)
         if found.manifest.digest != address.version:
-            if remote.rung is Rung.PEER:
-                raise ChunkCorrupt(f"a node sent {found.manifest.digest} for `{address}`; check that node")
             raise UpstreamChanged(
                 f"`{address.url}` holds version {found.manifest.digest} now, and version {address.version} "
                 f"is not whole on disk: {reason}; deploy the model again, or put that version back"

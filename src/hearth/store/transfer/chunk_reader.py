@@ -20,7 +20,7 @@ from hearth.core.errors import ChunkCorrupt, ChunkMissing, HearthError, StoreErr
 from hearth.core.types import Rung
 from hearth.policy.memory.byte_eviction import Price
 from hearth.store.format.manifest import WEIGHTS
-from hearth.store.tiers.disk import DiskTier, Location
+from hearth.store.tiers.disk import DiskLocation, DiskTier
 from hearth.store.tiers.model import RemoteFiles, StoredModel
 from hearth.store.tiers.upstream import note_version, version_at
 from hearth.store.tiers.verified_read import read_verified
@@ -114,7 +114,7 @@ class ChunkReader:
             return Delivery(Rung.DISK, len(buffer), began_s, read.read_s, read.verify_s, len(failures))
         return None
 
-    def _condemn(self, place: Location) -> None:
+    def _condemn(self, place: DiskLocation) -> None:
         try:
             self._disk.condemn(place)
         except StoreError as error:  # the next read condemns it again

@@ -31,7 +31,7 @@ from hearth.store.transfer.peer_stream import (
     HEADER,
     MAX_LINE_BYTES,
     WAIT,
-    Request,
+    PeerRequest,
     failure_line,
     set_patience,
     tls_context,
@@ -42,6 +42,7 @@ MAX_CONNECTIONS = 256
 #: still being read.
 STALL_S = 10.0
 IDLE_S = 60.0
+HAND_OVER_S = 1.0
 #: A write of TLS has one limit of time, so it must not be long.
 PIECE_BYTES = 1 << 20
 _PLAIN, _ENCRYPTED = b"P", b"T"
@@ -56,7 +57,7 @@ def hand_over(path: Path, connection: socket.socket, *, is_encrypted: bool) -> N
     The caller closes its own copy. Raises OSError.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as keeper:
-        keeper.settimeout(STALL_S)
+        set_patience(keeper, HAND_OVER_S)
         keeper.connect(str(path))
         socket.send_fds(keeper, [_ENCRYPTED if is_encrypted else _PLAIN], [connection.fileno()])
 
@@ -71,7 +72,7 @@ class PeerServer:
         self._tiers, self._path, self._credentials, self._stall_s = tiers, path, credentials, stall_s
         #: Chunks leased at once. This node's own loads need cells, too.
         self._slots = threading.BoundedSemaphore(max(1, tiers.segment.num_cells // 4))
-        self._sessions: dict[_Session, threading.Thread] = {}
+        self._sessions: dict[_Receiver, threading.Thread] = {}
         self._lock = threading.Lock()  #: guards the sessions, which end on their own
         self._is_closing = False
         self._listener = _listen(path)
@@ -109,7 +110,7 @@ class PeerServer:
 
     def _start(self, connection: socket.socket, *, is_encrypted: bool) -> None:
         credentials = self._credentials if is_encrypted else None
-        session = _Session(self._tiers, self._slots, connection, self._stall_s)
+        session = _Receiver(self._tiers, self._slots, connection, self._stall_s)
         thread = threading.Thread(
             target=self._run, args=(session, is_encrypted, credentials), name="hearth-peer", daemon=True
         )
@@ -127,7 +128,7 @@ class PeerServer:
             connection.close()
             raise
 
-    def _run(self, session: _Session, is_encrypted: bool, credentials: Path | None) -> None:
+    def _run(self, session: _Receiver, is_encrypted: bool, credentials: Path | None) -> None:
         try:
             if is_encrypted:
                 session.encrypt(tls_context(credentials, ssl.PROTOCOL_TLS_SERVER))
@@ -139,13 +140,13 @@ class PeerServer:
             session.end()
             self._forget(session)
 
-    def _forget(self, session: _Session) -> None:
+    def _forget(self, session: _Receiver) -> None:
         with self._lock:
             del self._sessions[session]
 
 
-class _Session:
-    """A receiver's connection. One thread runs it; another may hang up."""
+class _Receiver:
+    """The connection of a receiver. One thread runs it; another may hang up."""
 
     def __init__(
         self, tiers: Tiers, slots: threading.BoundedSemaphore, connection: socket.socket, stall_s: float
@@ -167,7 +168,7 @@ class _Session:
             set_patience(self._socket, self._stall_s)
             if line is None:
                 return
-            request = msgspec.json.decode(line, type=Request)
+            request = msgspec.json.decode(line, type=PeerRequest)
             try:
                 self._answer(request)
             except HearthError as error:
@@ -183,7 +184,7 @@ class _Session:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._socket.close()
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: PeerRequest) -> None:
         if request.file is not None:
             digest, name = request.file
             self._send_file(self._find(digest), name)

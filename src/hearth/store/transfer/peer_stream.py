@@ -43,14 +43,14 @@ ANSWER_S = 5.0
 T = TypeVar("T")
 
 
-class Request(msgspec.Struct, omit_defaults=True):
+class PeerRequest(msgspec.Struct, omit_defaults=True):
     """One of them is given."""
 
     file: tuple[Digest, str] | None = None
     chunks: tuple[Digest, tuple[int, ...]] | None = None
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class PeerTicket(msgspec.Struct, frozen=True):
     """Where a node's store is reached, for one connection."""
 
     host: str
@@ -71,7 +71,7 @@ class _Sources(msgspec.Struct, frozen=True):
     sources: tuple[NodeChunks, ...]
 
 
-class _Failure(msgspec.Struct, frozen=True):
+class _PeerFailure(msgspec.Struct, frozen=True):
     error: str
 
 
@@ -85,20 +85,20 @@ class AgentClient:
         """Return the nodes that have chunks of a model, without this one. Raises Unreachable."""
         return self._ask({"sources": digest}, _Sources).sources
 
-    def ticket(self, node: NodeId) -> Ticket:
+    def ticket(self, node: NodeId) -> PeerTicket:
         """Raises Unreachable."""
-        return self._ask({"ticket": node}, Ticket)
+        return self._ask({"ticket": node}, PeerTicket)
 
     def _ask(self, question: dict[str, str], answer: type[T]) -> T:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(ANSWER_S)
+                set_patience(connection, ANSWER_S)  # it blocks: else it would fail while the agent is busy
                 connection.connect(str(self._path))
                 connection.sendall(msgspec.json.encode(question) + b"\n")
                 with connection.makefile("rb") as lines:
                     line = lines.readline()
             if b'"error"' in line[:16]:
-                raise Unreachable(msgspec.json.decode(line, type=_Failure).error)
+                raise Unreachable(msgspec.json.decode(line, type=_PeerFailure).error)
             return msgspec.json.decode(line, type=answer)
         except (OSError, msgspec.MsgspecError) as error:
             raise Unreachable(
@@ -127,7 +127,7 @@ class PeerStream:
             self._flags = socket.MSG_WAITALL
 
     @staticmethod
-    def open(node: NodeId, ticket: Ticket, credentials: Path | None, stall_s: float) -> PeerStream:
+    def open(node: NodeId, ticket: PeerTicket, credentials: Path | None, stall_s: float) -> PeerStream:
         connection = socket.create_connection((ticket.host, ticket.port), stall_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -141,7 +141,7 @@ class PeerStream:
             raise
 
     def read_file(self, digest: Digest, name: str, max_bytes: int) -> bytes:
-        self._ask(Request(file=(digest, name)))
+        self._ask(PeerRequest(file=(digest, name)))
         num_bytes = self._header(0)
         if num_bytes > max_bytes:
             raise BadCheckpoint(f"`{name}` is too large, limit: {max_bytes} bytes, given: {num_bytes}")
@@ -153,7 +153,7 @@ class PeerStream:
         self, digest: Digest, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
     ) -> ChunkRead:
         began_s, hash_s, hasher = time.perf_counter(), 0.0, blake3()
-        self._ask(Request(chunks=(digest, (index,))))
+        self._ask(PeerRequest(chunks=(digest, (index,))))
         num_bytes = self._header(index)
         if num_bytes != len(buffer):
             raise ConnectionError(f"chunk {index} has {num_bytes} bytes there, wanted: {len(buffer)}")
@@ -175,7 +175,7 @@ class PeerStream:
     def close(self) -> None:
         self._socket.close()
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: PeerRequest) -> None:
         self._socket.sendall(msgspec.json.encode(request) + b"\n")
 
     def _header(self, index: int) -> int:
@@ -201,7 +201,7 @@ class PeerStream:
                 raise ConnectionError("an error without an end came")
             line += self._socket.recv(1)
         try:
-            return msgspec.json.decode(line, type=_Failure).error
+            return msgspec.json.decode(line, type=_PeerFailure).error
         except msgspec.MsgspecError as error:
             raise ConnectionError(f"no error came: {error}") from error
 
@@ -218,7 +218,7 @@ class PeerStream:
 
 
 def failure_line(reason: str) -> bytes:
-    return msgspec.json.encode(_Failure(reason)) + b"\n"
+    return msgspec.json.encode(_PeerFailure(reason)) + b"\n"
 
 
 def set_patience(connection: socket.socket, seconds: float) -> None:

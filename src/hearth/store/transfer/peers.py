@@ -4,7 +4,7 @@ A chunk is asked of the node that will have sent it first, by the speed of the l
 it. Several nodes send at once. A node that fails or stalls is left out for a while, and its chunks are asked
 elsewhere. A chunk that no node has is asked of the head, which may fetch it from object storage.
 
-What comes is not trusted here: the caller compares digests (`chunk_reader.py`).
+Files are compared with their digests here, chunks by the caller (`chunk_reader.py`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ import math
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from hearth.core.errors import ChunkMissing, LoadCancelled, StoreError, Unreachable
+from hearth.core.errors import (
+    BadCheckpoint,
+    ChunkCorrupt,
+    ChunkMissing,
+    LoadCancelled,
+    StoreError,
+    Unreachable,
+)
 from hearth.core.model_files import MAX_JSON_BYTES
 from hearth.core.node_messages import LinkSpeed
 from hearth.core.types import LOCAL, Digest, NodeId, Rung
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S, RunningRate
-from hearth.store.format.manifest import StoredManifest
+from hearth.store.format.description import parse_description
+from hearth.store.format.manifest import MANIFEST, StoredManifest, digest_of
 from hearth.store.tiers.model import ChunkArrival
 from hearth.store.transfer.peer_stream import AgentClient, PeerStream
 
@@ -54,7 +62,7 @@ class Patience:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """What is known of another node. Mutable; guarded by the lock of `Peers`."""
+    """Another node, as far as it is known. Mutable; guarded by the lock of `Peers`."""
 
     name: NodeId
     rate: RunningRate = field(default_factory=RunningRate)
@@ -141,9 +149,14 @@ class Peers:
         failures: list[StoreError] = []
         for node in dict.fromkeys((*model.holders(), LOCAL)):
             try:
-                return self._use(node, lambda stream: stream.read_file(model.digest, name, max_bytes))
+                content = self._use(node, lambda stream: stream.read_file(model.digest, name, max_bytes))
+                model.check_file(name, content)
+                return content
             except (ChunkMissing, Unreachable) as error:
                 failures.append(error)
+            except (ChunkCorrupt, BadCheckpoint) as error:
+                self.leave_out(node, self.patience.distrusted_s, error)
+                failures.append(ChunkCorrupt(f"node `{node}`: {error}"))
         raise _none_has(f"`{name}` of {model.url}", failures)
 
     def read_chunk(
@@ -310,6 +323,7 @@ class PeerModel:
         self.url = f"hearth://{digest}"
         self._peers = peers
         self._holders: tuple[_Holder, ...] = ()  #: replaced as a whole
+        self._file_digests: Mapping[str, Digest] = {}  #: replaced as a whole
         self._looked_s = -math.inf
         self._looking = threading.Lock()  #: one thread asks the agent, the others wait for its answer
 
@@ -343,6 +357,16 @@ class PeerModel:
         self.look_for_sources()
         return self._peers.read_file(self, name, max_bytes)
 
+    def check_file(self, name: str, content: bytes) -> None:
+        """Compare a manifest with the model's digest, and other files with theirs, once it is known."""
+        if name == MANIFEST:
+            manifest = parse_description(content.decode(errors="replace"), f"{self.url}/{name}")
+            if manifest.digest != self.digest:
+                raise ChunkCorrupt(f"it sent the manifest of {manifest.digest} for {self.url}")
+            self._file_digests = {file.name: file.digest for file in manifest.files}
+        elif (wanted := self._file_digests.get(name)) and (found := digest_of(content)) != wanted:
+            raise ChunkCorrupt(f"`{name}` of {self.url} hashes to {found}, its manifest says {wanted}")
+
     def read_chunk(
         self, manifest: StoredManifest, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
     ) -> ChunkArrival:
@@ -367,5 +391,5 @@ def _mask(text: str) -> int:
 
 def _none_has(what: str, failures: list[StoreError]) -> StoreError:
     tried = "; ".join(dict.fromkeys(str(failure) for failure in failures)) or "no node says that it has it"
-    kind = ChunkMissing if failures and isinstance(failures[-1], ChunkMissing) else Unreachable
+    kind = type(failures[-1]) if failures else Unreachable
     return kind(f"no node can send {what}: {tried}")
