@@ -58,7 +58,7 @@ OVERLOADED_MODELS, OVERLOADED_REQUESTS_PER_S = 10_000, 10_000.0
 #: Requests that may wait where models starve: about 5,000 models then do.
 STARVING_QUEUE = 7_500
 NUM_WARM_UP = 60_000
-NUM_EVENTS = 60_000
+NUM_EVENTS = 40_000
 AIM_EVENTS_PER_S = 5_000
 
 
