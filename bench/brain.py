@@ -6,8 +6,10 @@ what lies in its memory: also what is left of models that were evicted, until ot
 worker's own policy. The number of models grows; workers and the rate of requests stay the same. Only `step`
 is timed, by the processor time of its thread, so that other programs on the machine do not count.
 
-Models are asked for by Zipf's law: a few are popular. The aims are for that. Beside it stands `overloaded`:
-all models are asked for alike and more often than they can be loaded and served, so that the queue is full.
+Models are asked for by Zipf's law: a few are popular. Beside it all models are asked for alike, and more
+often than they can be loaded and served: `overloaded` has a full queue, and in `starving` thousands of models
+wait for room, for which busy ones are drained. Requests of `starving` begin when their model is loaded; those
+of all other cases when they are dispatched, as in all figures before.
 """
 
 from __future__ import annotations
@@ -49,15 +51,14 @@ REQUESTS_PER_S = 2_000.0
 MEAN_RUN_S = 2.0
 CANCELLED_SHARE = 0.05
 LOAD_BYTES_PER_S = {Rung.HOST: 10e9, Rung.DISK: 3.3e9}
-#: As in all figures before, so that they compare. Where requests begin after their loads, the overloaded
-#: service drains more than a hundred models at a time, and looks at each of them with every event.
-RUNS_FROM_DISPATCH = True
 WORKERS_LOST_PER_S = 0.05
 ZIPF = 1.0
 UNIFORM = 0.0
 OVERLOADED_MODELS, OVERLOADED_REQUESTS_PER_S = 10_000, 10_000.0
+#: Requests that may wait where models starve: about 5,000 models then do.
+STARVING_QUEUE = 7_500
 NUM_WARM_UP = 60_000
-NUM_EVENTS = 100_000
+NUM_EVENTS = 40_000
 AIM_EVENTS_PER_S = 5_000
 
 
@@ -72,8 +73,8 @@ class Timing:
 class TimedBrain:
     """The brain, with the time that each of its decisions took. Mutable; the simulator calls it."""
 
-    def __init__(self) -> None:
-        self.fleet = Fleet(BrainConfig())
+    def __init__(self, config: BrainConfig) -> None:
+        self.fleet = Fleet(config)
         self.timings: list[Timing] = []
 
     def __call__(self, event: Event) -> list[Action]:
@@ -90,6 +91,8 @@ class TimedBrain:
             "resident": len(residents),
             "running": fleet.queues.num_running,
             "waiting": fleet.queues.num_waiting,
+            "models_without_room": len(fleet.queues.for_room),
+            "drains": len(fleet.drains),
         }
 
 
@@ -144,14 +147,28 @@ def _worker(number: int) -> WorkerId:
 def main() -> None:
     args = arguments(__doc__).parse_args()
     results = {
-        f"models_{num_models}": measured(num_models, ZIPF, REQUESTS_PER_S) for num_models in NUM_MODELS
+        f"models_{num_models}": measured(
+            Workload(random.Random(num_models), num_models, ZIPF, REQUESTS_PER_S)
+        )
+        for num_models in NUM_MODELS
     }
-    overloaded = measured(OVERLOADED_MODELS, UNIFORM, OVERLOADED_REQUESTS_PER_S)
+    overloaded, starving = (
+        measured(
+            Workload(random.Random(OVERLOADED_MODELS), OVERLOADED_MODELS, UNIFORM, OVERLOADED_REQUESTS_PER_S),
+            config,
+            runs_from_dispatch=runs_from_dispatch,
+        )
+        for config, runs_from_dispatch in (
+            (BrainConfig(), True),
+            (BrainConfig(max_queue=STARVING_QUEUE), False),
+        )
+    )
     rows = [
         {"measure": name, "unit": "events/s", "value": result["events_per_s"], "aim": AIM_EVENTS_PER_S}
         for name, result in [
             *((f"{num_models:,} models", results[f"models_{num_models}"]) for num_models in NUM_MODELS),
             (f"{OVERLOADED_MODELS:,} models, all equally popular, more requests than fit", overloaded),
+            (f"{OVERLOADED_MODELS:,} models, half of them without room", starving),
         ]
     ]
     means = [_mean_us(results[f"models_{num_models}"]) for num_models in (NUM_MODELS[0], NUM_MODELS[-1])]
@@ -164,6 +181,7 @@ def main() -> None:
         "max_seqs": MAX_SEQS,
         "zipf": ZIPF,
         "overloaded_requests_per_s": OVERLOADED_REQUESTS_PER_S,
+        "starving_queue": STARVING_QUEUE,
         "num_events": NUM_EVENTS,
         "aim_events_per_s": AIM_EVENTS_PER_S,
     }
@@ -179,20 +197,21 @@ def main() -> None:
             },
             **results,
             "overloaded": overloaded,
+            "starving": starving,
         },
         save=args.save,
     )
 
 
-def measured(num_models: int, zipf: float, requests_per_s: float) -> dict[str, object]:
-    chooser = random.Random(num_models)
-    workload = Workload(chooser, num_models, zipf, requests_per_s)
-    brain = TimedBrain()
-    costs = CostModel(chooser, LOAD_BYTES_PER_S, MEAN_RUN_S, CANCELLED_SHARE, RUNS_FROM_DISPATCH)
+def measured(
+    workload: Workload, config: BrainConfig | None = None, *, runs_from_dispatch: bool = True
+) -> dict[str, object]:
+    brain = TimedBrain(config or BrainConfig())
+    costs = CostModel(workload.chooser, LOAD_BYTES_PER_S, MEAN_RUN_S, CANCELLED_SHARE, runs_from_dispatch)
     simulator = Simulator(brain, costs)
     for events in (workload.deploy(), workload.arrive(), workload.lose()):
         simulator.feed(events)
-    simulator.run(num_models + NUM_WORKERS + NUM_WARM_UP)
+    simulator.run(workload.num_models + NUM_WORKERS + NUM_WARM_UP)
     brain.timings.clear()
     # The collector would walk over the simulation's own millions of objects, which a gateway does not have.
     gc.collect()

@@ -42,6 +42,12 @@ def simulate(
         str, typer.Option("--models", metavar="SHAPES", help="Model sizes, such as 1b,7b,3b or 7b*40.")
     ] = "7b",
     workers: Annotated[int, typer.Option("--workers", min=1, help="Number of devices.")] = 1,
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=1, help="Number of machines that the workers are spread over.")
+    ] = 1,
+    link: Annotated[
+        float, typer.Option("--link", metavar="GBIT/S", help="Network of each machine, in each direction.")
+    ] = 25.0,
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory per worker.")] = "24GiB",
     policy: Annotated[
         Policy,
@@ -109,12 +115,20 @@ def simulate(
 
       hearth simulate --trace gamma:2:4 --models "3b*20" --workers 4 --json
 
+      hearth simulate --trace poisson:50 --models "7b*200" --workers 32 --nodes 4 --link 100
+
       hearth simulate --trace poisson:1 --profile snapshot:mine --models "mine*4"
     """
+    if nodes > workers:
+        raise ConfigError(f"`--nodes` must be at most `--workers`, {workers}, given: {nodes}")
+    if link <= 0:
+        raise ConfigError(f"`--link` must be more than 0 Gbit/s, given: {link:g}")
     setting = SimulationSetting(
         shapes=parse_models(models),
         memory_bytes=parse_bytes(memory),
         num_workers=workers,
+        num_nodes=nodes,
+        link_bytes_per_s=link * 1e9 / 8,
         policy=policy,
         context=context,
         pace=Pace(first_token_target, pace),
@@ -181,6 +195,7 @@ def _facts(report: SimulationReport, on_time: OnTime) -> dict[str, object]:
         "turns": report.num_turns,
         "pauses": f"{report.pauses_per_request:.2f} per request",
         "moved": f"{size(report.bytes_moved)} in {report.num_loads} loads, bus busy {report.bus_share:.1%}",
+        "fetched": f"{size(report.bytes_fetched)} by machines from others",
         "steps": f"{report.num_steps:,}, device busy {report.step_share:.1%}",
         "recomputed": f"{report.num_preempted} requests lost their KV",
     }

@@ -298,7 +298,7 @@ class Gateway:
     def _current(
         self, entry: CatalogEntry, prompt: tuple[int, ...], wanted: GenerationRequest, caller: Caller
     ) -> CatalogEntry:
-        """Return what has the name of an entry now. Raises HearthError if the model has changed."""
+        """Look an entry up again by its name. Raises HearthError if the model has changed."""
         name = entry.name
         current = self.deployments.find(name, caller.terms.models)
         if current.deployed.digest != entry.deployed.digest:

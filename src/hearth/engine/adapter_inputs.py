@@ -80,7 +80,7 @@ class AdapterInputs:
         return AdapterRows(self._logit_groups, order, shares, ADAPTER_TILE_ROWS)
 
     def _send(self, logits: _Groups, rows: _Groups | None, shape: StepShape | None) -> None:
-        """Send the lists of logit rows and of all rows; None: without prompts they are the same."""
+        """Send the lists of logit rows and of all rows; None: without prompts one list serves both."""
         if not runs_triton(self._packed):
             self._logit_groups = logits.for_reference()
             self._groups = self._logit_groups if rows is None else rows.for_reference()

@@ -44,7 +44,7 @@ class GraphTrial:
     ) -> None:
         """`step` queues the step eagerly, on inputs that stay in place until `end`.
 
-        `is_rehearsed`: all is captured and never run, and `end` is not called.
+        `is_rehearsed`: graphs are captured but never run, and `end` is not called.
         """
         self._graphs, self._step, self._sampler, self._kv = graphs, step, sampler, kv
         # torch records an event when pinned memory is freed. On the stream of captures that would fall into

@@ -334,7 +334,7 @@ def tails_of(
 def _last_owners(
     shared: Mapping[ModelId, Mapping[int, int]], costs: Mapping[ModelId, float]
 ) -> dict[int, ModelId | None]:
-    """Return for each shared page the model with which it comes free; None: not all may be evicted."""
+    """Return for each shared page the last of its models to be evicted; None: one of them may not be."""
     last: dict[int, ModelId | None] = {}
     for model, pages in shared.items():
         for page in pages.values():

@@ -184,7 +184,7 @@ class PieceMemory(Protocol):
         """Make the pieces of an adapter writable. Any one thread may call it."""
 
     def mark(self) -> Mark | None:
-        """Return a mark behind all queued work for `drop`; None: this pool has no use for one."""
+        """Return an event after all queued work, for `drop`; None: this pool needs none."""
 
     def drop(self, owner: AdapterId, last_read: Mark | None = None) -> None:
         """Take back all pieces of an adapter that is not being written. The device may still read them: the

@@ -31,6 +31,7 @@ class SimulationReport:
 
     policy: str
     num_workers: int
+    num_nodes: int
     num_models: int
     num_requests: int
     num_refused: int
@@ -46,6 +47,7 @@ class SimulationReport:
     pauses_per_request: float
     num_loads: int
     bytes_moved: int
+    bytes_fetched: int  #: by machines from others
     bus_share: float  #: of the time of all workers: bytes were on their way
     step_share: float  #: of the time of all workers: a step ran
     num_steps: int
@@ -65,6 +67,7 @@ def report_of(service: SimulatedService) -> SimulationReport:
     return SimulationReport(
         policy=service.setting.policy,
         num_workers=len(workers),
+        num_nodes=service.setting.num_nodes,
         num_models=len(service.setting.shapes),
         num_requests=len(answers),
         num_refused=len(answers) - len(whole),
@@ -80,6 +83,7 @@ def report_of(service: SimulatedService) -> SimulationReport:
         pauses_per_request=sum(one.num_pauses for one in answers) / max(1, len(answers)),
         num_loads=sum(worker.loads.num_ended for worker in workers),
         bytes_moved=sum(worker.loads.bytes_moved for worker in workers),
+        bytes_fetched=service.network.bytes_fetched,
         bus_share=sum(worker.loads.bus_s for worker in workers) / all_s,
         step_share=sum(worker.step_s for worker in workers) / all_s,
         num_steps=sum(worker.num_steps for worker in workers),

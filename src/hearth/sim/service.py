@@ -26,6 +26,7 @@ from hearth.policy.fleet.events import (
     Dispatch,
     Event,
     Evict,
+    LinkMeasured,
     LoadModel,
     ModelDeployed,
     RefusePin,
@@ -43,6 +44,7 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import ModelProfile
+from hearth.sim.network import SimulatedNetwork
 from hearth.sim.profile import Profile
 from hearth.sim.setting import KIND, Policy, SimulationSetting
 from hearth.sim.stepped_model import (
@@ -139,6 +141,7 @@ class SimulatedService:
         self.num_open = 0  #: requests that have not ended
         self._gate = _Gate() if setting.policy is Policy.ONE_AT_A_TIME else None
         self._profiles: dict[ModelId, ModelProfile] = {}
+        self.network = SimulatedNetwork(setting.nodes, setting.link_bytes_per_s)
         #: (time, number, what): an event that happens, or a worker that has something to do.
         self._queue: list[tuple[float, int, Event | WorkerId]] = []
         self._num_queued = 0
@@ -149,7 +152,8 @@ class SimulatedService:
             in_host = {Rung.HOST: known.num_bytes, Rung.DISK: known.num_bytes}
             self._tell(ResidencyReported(0.0, model, in_host))
         for number in range(setting.num_workers):
-            self._tell(WorkerJoined(0.0, WorkerId(f"worker-{number}"), KIND, setting.memory_bytes))
+            name, node = WorkerId(f"worker-{number}"), setting.node_of(number)
+            self._tell(WorkerJoined(0.0, name, KIND, setting.memory_bytes, node=node))
 
     def ask(self, requests: Iterable[TracedRequest]) -> None:
         """Schedule requests at their times, each for the model that its tenant names.
@@ -307,8 +311,9 @@ class SimulatedService:
     def _carry_out(self, action: Action) -> None:
         match action:
             case LoadModel(model, name):
-                shape = self.profile.shape(self.setting.shapes[model])
-                self._post(name, HostOrder(action, self._profiles[model], shape, self.setting.context))
+                shape, arrived_s = self.profile.shape(self.setting.shapes[model]), self._fetch(model, name)
+                profile, context = self._profiles[model], self.setting.context
+                self._post(name, HostOrder(action, profile, shape, context, arrived_s))
             case Dispatch(request_id, model, name):
                 answer = self.answers[request_id]
                 start = StartOrder(
@@ -332,6 +337,18 @@ class SimulatedService:
                 pass
             case _:
                 assert_never(action)
+
+    def _fetch(self, model: ModelId, worker: WorkerId) -> float:
+        """Return when the machine of a worker has a model in host memory; fetch it if need be."""
+        node, num_bytes = self.fleet.workers[worker].node, self._profiles[model].num_bytes
+        if (arrived_s := self.network.arrived_s(model, node)) is not None:
+            return arrived_s
+        fetched = self.network.fetch(model, node, num_bytes, self.now_s)
+        at_s, seconds = fetched.arrived_s, fetched.arrived_s - fetched.began_s
+        in_host = {Rung.HOST: num_bytes, Rung.DISK: num_bytes}
+        self.schedule(ResidencyReported(at_s, model, in_host, node))
+        self.schedule(LinkMeasured(at_s, fetched.source, node, num_bytes / seconds, 0.0))
+        return at_s
 
     def _post(self, name: WorkerId, order: WorkerOrder) -> None:
         worker = self.workers[name]

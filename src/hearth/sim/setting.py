@@ -17,7 +17,7 @@ from hearth.core.sizes import (
     table_buffers,
     workspace_bytes,
 )
-from hearth.core.types import ModelId, Pace
+from hearth.core.types import LOCAL, ModelId, NodeId, Pace
 from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.fleet.profile import Footprint, ModelProfile
@@ -62,6 +62,8 @@ class SimulationSetting:
     shapes: Mapping[ModelId, str]  #: the shape of each model, as a profile names it
     memory_bytes: int  #: of each worker
     num_workers: int = 1
+    num_nodes: int = 1  #: machines; workers are spread over them evenly
+    link_bytes_per_s: float = 25e9 / 8  #: of each machine, in each direction
     policy: Policy = Policy.TURNS
     context: int = 2048
     wanted_limits: WantedLimits = field(default_factory=lambda: WantedLimits(None, None, block_tokens=16))
@@ -71,6 +73,13 @@ class SimulationSetting:
     on_time: OnTime = field(default_factory=OnTime)
     max_queue: int = 512
     keep_alive_s: float = 300.0
+
+    @property
+    def nodes(self) -> list[NodeId]:
+        return [LOCAL, *(NodeId(f"node-{number}") for number in range(1, self.num_nodes))]
+
+    def node_of(self, worker: int) -> NodeId:
+        return self.nodes[worker * self.num_nodes // self.num_workers]
 
     @property
     def limits(self) -> StepLimits:

@@ -73,7 +73,9 @@ class SteppedLoads:
             begin_s = max(ready_s, self._bus_free_s, flushed_s)
             end_s = self._transfer(num_bytes, begin_s)
             hosted.engine.is_behind_load = True
-        hosted.load = LoadUnderWay(begin_s, end_s, num_bytes)
+        arrived_s = hosted.order.arrived_s
+        is_from_peer = arrived_s > end_s
+        hosted.load = LoadUnderWay(begin_s, max(end_s, arrived_s), num_bytes, is_from_peer=is_from_peer)
 
     def begin_front(self, now_s: float) -> None:
         if self._turns is None or self.is_any_under_way:
@@ -92,6 +94,8 @@ class SteppedLoads:
 
     def uses_of(self, load: LoadUnderWay) -> tuple[RungUse, ...]:
         num_bytes = load.num_bytes
+        if load.is_from_peer:
+            return (RungUse(Rung.PEER, num_bytes, load.end_s - load.began_s),)
         return (RungUse(Rung.HOST, num_bytes, self._seconds(num_bytes)),) if num_bytes else ()
 
     def _seconds(self, num_bytes: int) -> float:

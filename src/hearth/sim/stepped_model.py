@@ -24,6 +24,7 @@ class HostOrder:
     profile: ModelProfile
     shape: ShapeProfile
     max_context: int
+    arrived_s: float = 0.0  #: when its bytes are all in host memory of the worker's machine
 
     def new_engine(self, limits: StepLimits, max_step_s: float) -> SteppedEngine:
         block_bytes = self.shape.kv_bytes_per_token * limits.block_tokens
@@ -77,6 +78,7 @@ class LoadUnderWay:
     end_s: float
     num_bytes: int
     is_front: bool = False  #: a prefetch of some missing bytes before its turn
+    is_from_peer: bool = False  #: it waited for bytes of another machine
 
     @property
     def follow_s(self) -> float:

@@ -79,9 +79,7 @@ class _Automaton:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._children: list[dict[str, int]] = [{}]  #: by character, of each node
-        self._fallbacks = [
-            ROOT
-        ]  #: the node of the longest end of a node's text that has a node, short of all
+        self._fallbacks = [ROOT]  #: for each node, the node of the longest proper suffix of its text
         self.depths = [0]  #: the length of each node's text
         self.match_lengths = [0]  #: of the longest stop string with which a node's text ends; 0: with none
         for stop in stops:
@@ -97,7 +95,7 @@ class _Automaton:
         return child
 
     def open_end(self, node: int) -> int:
-        """Return the node of the longest end of a node's text with which a longer stop string begins."""
+        """Return the node of the longest suffix of a node's text that is a prefix of a longer stop string."""
         while node != ROOT and not self._children[node]:
             node = self._fallbacks[node]
         return node

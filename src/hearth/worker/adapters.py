@@ -184,9 +184,9 @@ class WorkerAdapters:
             return None
         name = self._wanted[adapter].order.name
         error = DeviceError(
-            f"the adapter `{name}` was evicted while it was in use: `{short}` is promised more KV than "
-            f"adapters leave of {self._reclaimer.pool.budget_bytes} bytes; ask again, stop another model, or "
-            "raise `service.memory_bytes`"
+            f"the adapter `{name}` was evicted while it was in use: `{short}` needs its promised KV, of "
+            f"{self._reclaimer.pool.budget_bytes} bytes in all; ask again, stop another model, or raise "
+            "`service.memory_bytes`"
         )
         return self._fail(adapter, failure_of(error))
 
@@ -369,8 +369,8 @@ class WorkerAdapters:
         order, pool = self._wanted[adapter].order, self._reclaimer.pool
         num_bytes = self._found[adapter].manifest.layout.num_bytes
         return DeviceError(
-            f"the adapter `{order.name}` needs {num_bytes} bytes of device memory, and what models that are "
-            f"there are promised leaves less of {pool.budget_bytes}; stop another model, unpin adapters, or "
+            f"the adapter `{order.name}` needs {num_bytes} bytes of device memory, but the hosted models "
+            f"are promised almost all of {pool.budget_bytes}; stop another model, unpin adapters, or "
             "raise `service.memory_bytes`"
         )
 

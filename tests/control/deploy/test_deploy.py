@@ -593,7 +593,7 @@ def test_a_repository_of_something_else_is_refused_before_it_is_downloaded(
     data_dir: DataDir, hub: Hub
 ) -> None:
     (hub.directory / "model.safetensors").rename(hub.directory / "model.gguf")
-    with pytest.raises(ModelError, match=r"is no model that can be converted.*deploy that: model.gguf"):
+    with pytest.raises(ModelError, match=r"is not a model that can be converted.*deploy that: model.gguf"):
         carry_out(DeployOrder("hf:org/tiny"), data_dir, lambda *_: None)
     assert list(data_dir.downloads_path.iterdir()) == []
 

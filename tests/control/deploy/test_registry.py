@@ -352,7 +352,7 @@ def test_an_alias_that_means_two_models_is_refused(configs: dict[str, tuple[str,
 
 @pytest.mark.parametrize("name", ["org//tiny", "a..b", "", "x" * 129])
 def test_settings_that_no_model_can_have_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"no model can have the settings in \[models\."):
+    with pytest.raises(ConfigError, match=r"invalid settings in \[models\."):
         Names([TINY], {name: ModelConfig()})
 
 

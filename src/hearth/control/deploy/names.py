@@ -123,7 +123,7 @@ def _check_table(name: str) -> None:
     try:
         check_name(name)
     except RequestError as error:
-        raise ConfigError(f"no model can have the settings in [models.{name:.80}]: {error}") from error
+        raise ConfigError(f"invalid settings in [models.{name:.80}]: {error}") from error
 
 
 #: The most names that are compared well.

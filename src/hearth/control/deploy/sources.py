@@ -197,8 +197,8 @@ def _wanted(source: HubSource, names: Iterable[str], is_adapter: bool) -> list[s
             f"download a GGUF file of it and deploy that: {', '.join(gguf[:5])}" if gguf else "name another"
         )
         raise ModelError(
-            f"`{source.text}` is no model that can be converted: it needs `config.json` and weights as "
-            f"safetensors or PyTorch files, and holds: {', '.join(top[:12]) or 'nothing'}; {remedy}"
+            f"`{source.text}` is not a model that can be converted: it needs `config.json` and weights as "
+            f"safetensors or PyTorch files, found: {', '.join(top[:12]) or 'nothing'}; {remedy}"
         )
     return [name for name in top if name.endswith(_TEXT_SUFFIXES)] + weights
 

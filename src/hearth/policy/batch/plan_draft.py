@@ -57,7 +57,7 @@ class PlanDraft:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that the next prompt may have: what is allowed, or what would be padding."""
+        """The largest chunk of the next prompt: its allowance, or all padding of the step if that is more."""
         if self.is_cut:
             return 0
         return max(self.prompt_tokens - self.num_prompt_tokens, self._padding(self.num_prompt_tokens))

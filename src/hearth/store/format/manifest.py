@@ -107,7 +107,7 @@ class StoredManifest(ABC):
     @property
     @abstractmethod
     def first_layer(self) -> ByteRange:
-        """The bytes of the first layer that there is."""
+        """The byte range of the lowest-numbered layer."""
 
     @abstractmethod
     def tensors_in(self, chunk: int) -> list[str]:

@@ -68,7 +68,7 @@ def _read_converted(directory: Path, base: AdapterBase) -> AdapterBytes:
 
 
 def _widened(stored: AdapterBytes) -> AdapterBytes:
-    """Return an adapter in float32, as a CPU computes its base, which loses nothing of what is stored."""
+    """Return an adapter in float32, the dtype that a CPU computes in. The conversion is exact."""
     layout = AdapterLayout.of((place.target for place in stored.layout.places), "float32")
     source, content = bytearray(stored.content), bytearray(layout.num_bytes)
     for narrow, wide in zip(stored.layout.places, layout.places, strict=True):

@@ -98,7 +98,7 @@ def _read_profile(environ: Mapping[str, str]) -> _Profile:
     found = [in_config.get(f"profile {name}"), in_config.get(name), in_credentials.get(name)]
     if environ.get("AWS_PROFILE") and not any(section is not None for section in found):
         names = sorted({section.removeprefix("profile ") for section in [*in_config, *in_credentials]})
-        raise ConfigError(f"AWS_PROFILE: there is no {where}, which hold: {', '.join(names) or 'none'}")
+        raise ConfigError(f"AWS_PROFILE: there is no {where}; profiles found: {', '.join(names) or 'none'}")
     return _Profile(where, {key: value for section in found if section for key, value in section.items()})
 
 

@@ -51,7 +51,7 @@ class Segment:
         except OSError as error:
             os.close(fd)
             raise DeviceError(
-                f"{num_cells * cell_bytes} bytes of host memory cannot be had: {error.strerror}; "
+                f"{num_cells * cell_bytes} bytes of host memory cannot be allocated: {error.strerror}; "
                 "lower `store.host_bytes`"
             ) from error
 

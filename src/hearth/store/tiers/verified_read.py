@@ -5,7 +5,7 @@
                                       the xxh3 found meanwhile serves the next time
 
 An xxh3 is known only if this machine computed it of bytes whose BLAKE3 digest was right, and holds while
-their file is the same and others may not write it (`local_hashes.py`): they could have made one fit.
+their file is the same and others may not write it (`local_hashes.py`): xxh3 can be forged.
 
 What the page cache holds is copied from there, at 40 GB/s with 16 readers. The rest is read past it
 (O_DIRECT): a read through the cache copies every byte once more and pushes out what others need, 2.2 GB/s

@@ -191,5 +191,5 @@ def _not_found(model: StoredModel, index: int, failures: list[StoreError]) -> St
     if kind is UpstreamChanged:
         remedy = "deploy the model again, or put the version back; what is cached of it stays"
     return kind(
-        f"chunk {index} of `{model.name}` (`{'` to `'.join(tensors)}`) cannot be had: {tried}; {remedy}"
+        f"chunk {index} of `{model.name}` (`{'` to `'.join(tensors)}`) could not be read: {tried}; {remedy}"
     )
