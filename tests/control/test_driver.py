@@ -40,7 +40,7 @@ from hearth.core.messages import (
     StepDone,
 )
 from hearth.core.sizes import StepLimits
-from hearth.core.types import AdapterId, Hold, ModelId, Pace, Rung, TurnEnd
+from hearth.core.types import AdapterId, Hold, ModelId, Pace, Rung, TurnEnd, WorkerId
 from hearth.policy.fleet.events import ResidencyReported
 from tests.control.broken_driver import run_broken_driver
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
