@@ -27,8 +27,8 @@ from hearth.core.node_messages import (
     LeaveCluster,
     NodeHello,
     NodePulse,
+    NodeRefused,
     NodeWelcome,
-    Refused,
     Source,
     Sources,
     TicketGranted,
@@ -142,7 +142,7 @@ def test_a_node_is_refused(data_dir: DataDir, hello: NodeHello, reason: str, is_
         channel = await head.connect()
         channel.send(hello)
         answer = await channel.receive()
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, NodeRefused)
         assert reason in answer.reason
         assert answer.is_final is is_final
 
@@ -228,7 +228,7 @@ def test_a_removed_node_is_told_and_stays_out(data_dir: DataDir) -> None:
         assert await channel.receive() is None
         again = await head.connect()
         again.send(HELLO)
-        assert isinstance(await again.receive(), Refused)
+        assert isinstance(await again.receive(), NodeRefused)
         assert [view.name for view in head.cluster.views()] == ["gpu-2"]
 
     play(data_dir, scene)

@@ -15,7 +15,7 @@ from hearth.core.node_messages import (
     AuthorityIs,
     HeadPulse,
     Join,
-    Refused,
+    NodeRefused,
     TicketRefused,
 )
 from hearth.core.types import LOCAL, NodeId
@@ -150,7 +150,7 @@ def test_strangers_may_only_ask_to_join(cluster: Cluster, play: Scene) -> None:
                 stranger = await nameless(port)
                 stranger.send(forbidden)
                 answer = await stranger.receive()
-                assert isinstance(answer, Refused)
+                assert isinstance(answer, NodeRefused)
                 assert "this machine is not a node of the cluster; to join" in answer.reason
                 assert await stranger.receive() is None
             assert cluster.came.empty()
@@ -165,7 +165,7 @@ def test_a_removed_member_is_told_so(cluster: Cluster, play: Scene) -> None:
             removed = await to_head(port, cluster.node)
             removed.send(HELLO)
             answer = await removed.receive()
-            assert isinstance(answer, Refused)
+            assert isinstance(answer, NodeRefused)
             assert "`gpu-1` is no longer a node of the cluster" in answer.reason
             assert await removed.receive() is None
             assert cluster.came.empty()

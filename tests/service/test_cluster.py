@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from hearth.core import wire
-from hearth.core.node_messages import VERSION, NodeHello, Refused
+from hearth.core.node_messages import VERSION, NodeHello, NodeRefused
 from tests.service.harness import (
     PATIENCE_S,
     SMALL,
@@ -268,7 +268,7 @@ def test_strangers_get_nothing(cluster: SmallCluster) -> None:
         with connection.makefile("rb") as answers:
             (length,) = wire.HEADER.unpack(answers.read(wire.HEADER.size))
             answer = wire.node_message_of(answers.read(length))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, NodeRefused)
 
 
 def test_a_removed_node_stays_out(cluster: SmallCluster) -> None:

@@ -184,18 +184,18 @@ class Cluster:
         finally:
             self._lose(node, channel.why_ended or "it closed the connection")
 
-    def _refusal(self, channel: Channel, hello: messages.NodeHello) -> messages.Refused | None:
+    def _refusal(self, channel: Channel, hello: messages.NodeHello) -> messages.NodeRefused | None:
         if hello.name != channel.peer:
-            return messages.Refused(
+            return messages.NodeRefused(
                 f"the certificate is that of `{channel.peer}`, the node calls itself `{hello.name}`"
             )
         if not messages.VERSION - 1 <= hello.version <= messages.VERSION:
-            return messages.Refused(
+            return messages.NodeRefused(
                 f"the node speaks version {hello.version}, the head {messages.VERSION} and the one before; "
                 "install the same Hearth on both"
             )
         if any(node.name == hello.name for node in self._joined.values()):
-            return messages.Refused(
+            return messages.NodeRefused(
                 f"a node called `{hello.name}` is up; if its machine was copied, give this one credentials "
                 "of its own with `hearth join --name`",
                 is_final=False,

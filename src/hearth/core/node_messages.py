@@ -2,8 +2,8 @@
 
     node                                      head
     AskAuthority                              AuthorityIs
-    Join                                      Joined | Refused
-    NodeHello                                 NodeWelcome | Refused; then, at any time:
+    Join                                      Joined | NodeRefused
+    NodeHello                                 NodeWelcome | NodeRefused; then, at any time:
     NodePulse, twice a second                 HeadPulse, for each
     ChunksHeld, LinksMeasured                 RequestsCame, ForgetChunks, LeaveCluster
     AskSources                                Sources
@@ -49,7 +49,7 @@ class Joined(Struct, frozen=True, tag=True):
     certificate: bytes  #: PEM
 
 
-class Refused(Struct, frozen=True, tag=True):
+class NodeRefused(Struct, frozen=True, tag=True):
     reason: str
     is_final: bool = True  #: False: it may be admitted later
 
@@ -199,7 +199,7 @@ FromNode = (
 FromHead = (
     AuthorityIs
     | Joined
-    | Refused
+    | NodeRefused
     | NodeWelcome
     | HeadPulse
     | RequestsCame

@@ -138,7 +138,7 @@ class Agent:
         match answer:
             case messages.NodeWelcome():
                 return channel, answer
-            case messages.Refused(reason, is_final):
+            case messages.NodeRefused(reason, is_final):
                 channel.close()
                 raise JoinRefused(reason) if is_final else Unreachable(reason)
         channel.close()
@@ -260,7 +260,7 @@ class Agent:
                     self._answered(number, message)
                 case messages.TicketRefused(number, reason):
                     self._answered(number, Unreachable(reason))
-                case messages.LeaveCluster(reason) | messages.Refused(reason):
+                case messages.LeaveCluster(reason) | messages.NodeRefused(reason):
                     raise JoinRefused(reason)
                 case _:
                     pass  # a pulse
@@ -342,4 +342,4 @@ class Agent:
 
 
 async def _refuse_channel(channel: Channel) -> None:
-    channel.send(messages.Refused("this machine is not the head of the cluster; connect to the head"))
+    channel.send(messages.NodeRefused("this machine is not the head of the cluster; connect to the head"))

@@ -19,7 +19,7 @@ from typing import TypeAlias, cast
 
 from hearth.core import wire
 from hearth.core.errors import ConfigError, HearthError, JoinRefused, ServiceError, Unreachable
-from hearth.core.node_messages import AskAuthority, FromHead, FromNode, Join, Refused
+from hearth.core.node_messages import AskAuthority, FromHead, FromNode, Join, NodeRefused
 from hearth.node.credentials import not_a_member, peer_of, server_name
 from hearth.node.tickets import TICKET_BYTES
 
@@ -298,7 +298,7 @@ class ClusterPort:
         if isinstance(message, AskAuthority | Join):
             await self._on_channel(channel)
         else:
-            channel.send(Refused(not_a_member(name)))
+            channel.send(NodeRefused(not_a_member(name)))
         return False
 
 

@@ -2,7 +2,7 @@
 
     node                                              head
     AskAuthority, over TLS that verifies nothing  ->  AuthorityIs: the node compares its hash with the token's
-    Join, over TLS that verifies the head         ->  Joined, or Refused
+    Join, over TLS that verifies the head         ->  Joined, or NodeRefused
 
 The token's secret is sent only to a head that has proven to belong to the token's cluster.
 """
@@ -20,7 +20,7 @@ from cryptography import x509
 
 from hearth.core.config import parse_address
 from hearth.core.errors import ConfigError, HearthError, JoinRefused, Unreachable
-from hearth.core.node_messages import AskAuthority, AuthorityIs, Join, Joined, Refused
+from hearth.core.node_messages import AskAuthority, AuthorityIs, Join, Joined, NodeRefused
 from hearth.node.channel import Channel, NodeMessage, connect
 from hearth.node.credentials import (
     HEAD,
@@ -93,10 +93,10 @@ async def answer_stranger(channel: Channel, authority: Authority) -> None:
                 log.info("node_admitted name=%s", message.name)
             except JoinRefused as error:
                 log.warning("join_refused name=%.80r reason=%s", message.name, error)
-                channel.send(Refused(str(error)))
+                channel.send(NodeRefused(str(error)))
             except (HearthError, OSError) as error:
                 log.error("join_failed name=%.80r reason=%s", message.name, error)
-                channel.send(Refused("the head cannot sign certificates now; its log says why"))
+                channel.send(NodeRefused("the head cannot sign certificates now; its log says why"))
 
 
 def _sign(authority: Authority, peer: str | None, message: Join) -> bytes:
@@ -141,7 +141,7 @@ async def _certificate(channel: Channel, message: Join) -> bytes:
     match await _ask(channel, message):
         case Joined(certificate=certificate):
             return certificate
-        case Refused(reason=reason):
+        case NodeRefused(reason=reason):
             raise JoinRefused(reason)
         case answer:
             raise JoinRefused(
