@@ -28,6 +28,7 @@ from hearth.control.datadir import DataDir
 from hearth.control.observe.log_rotation import rotated_path
 from hearth.control.observe.views import PoolView, ProcessView, ResidentAdapterView, ResidentView, UnloadView
 from hearth.core.errors import DataDirError
+from hearth.core.types import LOCAL
 
 #: Adapters of a model with a line of their own; the others share one.
 MAX_ADAPTERS = 8
@@ -139,7 +140,6 @@ def _fate(view: UnloadView) -> str:
 def _print_processes(view: ProcessView) -> None:
     workers = [
         [
-            worker.node,
             worker.worker,
             str(worker.pid),
             worker.device,
@@ -149,7 +149,12 @@ def _print_processes(view: ProcessView) -> None:
         ]
         for worker in view.workers
     ]
-    print_columns(["NODE", "WORKER", "PID", "DEVICE", "STATE", "MEMORY", "RESTARTS"], workers)
+    header = ["WORKER", "PID", "DEVICE", "STATE", "MEMORY", "RESTARTS"]
+    if any(worker.node != LOCAL for worker in view.workers):
+        header.insert(0, "NODE")
+        for row, worker in zip(workers, view.workers, strict=True):
+            row.insert(0, worker.node)
+    print_columns(header, workers)
     for worker in view.workers:
         if worker.reason is not None:
             typer.echo(f"\n{worker.reason}")

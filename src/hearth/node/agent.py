@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +40,8 @@ PULSE_S, MAX_SILENT_PULSES = 0.5, 6
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 #: Time for the head to answer a question of the keeper.
 ANSWER_S = 5.0
+#: Models in one message about chunks, which has a limit of bytes.
+MAX_REPORTED = 256
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +66,8 @@ class Agent:
         self._local: LocalNode | None = None  #: None: no keeper runs
         self._channel: Channel | None = None  #: None: the head is not reached
         self._node: NodeId | None = None  #: of the present or last life
-        self._is_encrypted = True
         self._relays: dict[FrameLink, WorkerRelay] = {}
-        self._openings: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[messages.Sources | messages.TicketGranted]] = {}
         self._silent_pulses = 0
@@ -154,8 +155,7 @@ class Agent:
 
     async def _live(self, channel: Channel, welcome: messages.NodeWelcome) -> str:
         """Serve the head until it is lost; return why. Raises HearthError, which ends the agent."""
-        self._channel, self._node, self._is_encrypted = channel, welcome.node, welcome.is_encrypted
-        self._silent_pulses = 0
+        self._channel, self._node, self._silent_pulses = channel, welcome.node, 0
         tasks = [
             asyncio.create_task(work)
             for work in (self._receive(channel), self._pulse(channel), self._work(channel, welcome))
@@ -167,9 +167,9 @@ class Agent:
             return channel.why_ended or "it closed the connection"
         finally:
             self._channel = None
-            for task in (*tasks, *self._openings):
+            for task in (*tasks, *self._tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, *self._openings, return_exceptions=True)
+            await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
             for question in self._questions.values():
                 question.cancel()
             if self._local is not None:
@@ -243,19 +243,19 @@ class Agent:
     async def _report(self, local: LocalNode, channel: Channel) -> None:
         while True:
             held, links = await local.changes()
-            if held:
-                channel.send(messages.ChunksHeld(held))
+            for begin in range(0, len(held), MAX_REPORTED):
+                channel.send(messages.ChunksHeld(held[begin : begin + MAX_REPORTED]))
             if links:
                 channel.send(messages.LinksMeasured(links))
 
     async def _receive(self, channel: Channel) -> None:
         while (message := await channel.receive()) is not None:
-            self._silent_pulses = 0
+            self._silent_pulses, local = 0, self._local
             match message:
-                case messages.RequestsCame(num_by_model):
-                    await self._tell_keeper(lambda local: local.keeper.count_requests(num_by_model))
-                case messages.ForgetChunks(model):
-                    await self._tell_keeper(lambda local: local.keeper.forget(where_on_nodes(model)))
+                case messages.RequestsCame(num_by_model) if local is not None:
+                    self._start(_told(local.keeper.count_requests(num_by_model)))
+                case messages.ForgetChunks(model) if local is not None:
+                    self._start(_told(local.keeper.forget(where_on_nodes(model))))
                 case messages.Sources(number) | messages.TicketGranted(number):
                     self._answered(number, message)
                 case messages.TicketRefused(number, reason):
@@ -264,14 +264,6 @@ class Agent:
                     raise JoinRefused(reason)
                 case _:
                     pass  # a pulse
-
-    async def _tell_keeper(self, tell: Callable[[LocalNode], Awaitable[None]]) -> None:
-        if self._local is None:
-            return
-        try:
-            await tell(self._local)
-        except (HearthError, OSError) as error:
-            log.warning("keeper_not_told reason=%s", error)
 
     # What the keeper asks.
 
@@ -323,9 +315,7 @@ class Agent:
     def joined(self, link: FrameLink, hello: WorkerHello) -> None:
         assert self._node is not None, "workers are started by a welcome"
         relay = self._relays[link] = WorkerRelay(link, hello, self._node)
-        opening = asyncio.create_task(self._open(link, relay))
-        self._openings.add(opening)
-        opening.add_done_callback(self._openings.discard)
+        self._start(self._open(link, relay))
 
     def received(self, link: FrameLink, body: bytes) -> None:
         self._relays[link].worker_sent(body)
@@ -333,12 +323,25 @@ class Agent:
     def left(self, link: FrameLink) -> None:
         self._relays.pop(link).worker_left()
 
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        """Start work that ends with this life of the node, at the latest."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _open(self, link: FrameLink, relay: WorkerRelay) -> None:
         try:
             relay.open(await self._connect())
         except (HearthError, OSError) as error:
             log.warning("worker_not_connected worker=%s reason=%s", link.worker, error)
             link.abort()
+
+
+async def _told(telling: Awaitable[None]) -> None:
+    try:
+        await telling
+    except (HearthError, OSError) as error:
+        log.warning("keeper_not_told reason=%s", error)
 
 
 async def _refuse_channel(channel: Channel) -> None:
