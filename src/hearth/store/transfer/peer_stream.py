@@ -33,7 +33,7 @@ FAILED, WAIT = -1, -2
 MAGIC = b"HEARTH1 "
 MAX_LINE_BYTES = 64 << 10
 #: Received, hashed and checked for cancellation at a time; hashing begins while the rest arrives.
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 2 << 20
 #: A sender that says `WAIT` for longer is of no use.
 MAX_WAIT_S = 60.0
 #: Each of several streams has a share of the link. A slower one is as good as stalled.
