@@ -37,6 +37,8 @@ from hearth.store.format.manifest import MANIFEST, StoredManifest, digest_of
 from hearth.store.tiers.model import ChunkArrival
 from hearth.store.transfer.peer_stream import AgentClient, PeerStream
 
+#: For so long it is believed that a node has a chunk in host memory, when the own disk has it as well.
+FRESH_S = 10.0
 #: How often a reader that waits for a node looks whether it is still wanted.
 LOOK_S = 0.25
 #: A node has chunks of so many seconds in flight, within limits: one at a time leaves gaps, and on a slow
@@ -376,7 +378,14 @@ class PeerModel:
     ) -> ChunkArrival:
         return self._peers.read_chunk(self, index, buffer, is_wanted)
 
+    def prepare(self, bytes_per_s: float) -> None:
+        """Look for sources before a load, if any node has been faster than this."""
+        if any(link.bytes_per_s > bytes_per_s for link in self._peers.links()):
+            self.look_for_sources()
+
     def is_faster(self, index: int, bytes_per_s: float) -> bool:
+        if time.monotonic() - self._looked_s > FRESH_S:
+            return False
         return any(
             holder.host >> index & 1 and self._peers.is_faster(holder.node, bytes_per_s)
             for holder in self._holders
