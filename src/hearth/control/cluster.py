@@ -127,6 +127,7 @@ class Cluster:
             self._nodes.local.take_data,
             self._authority.is_member,
         )
+        self.models_changed()
         works = (self._watch(), self._report(), self._tell_places())
         self._tasks = [run_vital(work) for work in works]
         log.info("cluster listening=%s port=%d", cluster.listen, self._port.port)
