@@ -83,6 +83,7 @@ class ReservedWorkers:
         self, kind: str, footprint: Footprint, most: Hold | None, model: ModelId, *, roomiest_first: bool
     ) -> Iterator[WorkerId]:
         index, workers = self.fleet.capacity.by_kind[kind], self.fleet.workers
+        names: Iterator[WorkerId]
         if self._has_kind(kind, index):
             names = (name for name in self.fleet.resting if name in index.promises)
         elif self.has_all_drained and (few := self._find_few(index, footprint, model)) is not None:
