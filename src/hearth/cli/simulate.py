@@ -115,7 +115,7 @@ def simulate(
 
       hearth simulate --trace gamma:2:4 --models "3b*20" --workers 4 --json
 
-      hearth simulate --trace poisson:50 --models "7b*200" --workers 32 --nodes 4 --link 100
+      hearth simulate --trace poisson:9 --models "7b*40" --workers 8 --nodes 2
 
       hearth simulate --trace poisson:1 --profile snapshot:mine --models "mine*4"
     """

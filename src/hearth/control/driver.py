@@ -346,7 +346,7 @@ class Driver:
             case messages.StepDone():
                 self._stepped(now_s, worker, fact, decoded)
             case messages.RunFailed():
-                self._run_failed(now_s, fact)
+                self._run_failed(now_s, worker, fact)
             case messages.LoadProgress() | messages.ModelLoaded() | messages.HostingFailed():
                 if self._hostings.get((worker, fact.model)) == fact.hosting:  # else it was evicted meanwhile
                     self._load_changed(now_s, worker, fact)
@@ -355,9 +355,7 @@ class Driver:
                     is_current = self._hostings.get((worker, fact.model)) == fact.hosting
                     self._snapshots.receive(worker, fact, is_current=is_current)
             case messages.AdapterLoaded(runs=runs):
-                by_run = self.requests.by_run
-                waited = [by_run[run].request_id for run in runs if run in by_run]
-                self._observer.adapter_loaded(now_s, fact, waited)
+                self._observer.adapter_loaded(now_s, fact, self._request_ids(worker, runs))
             case messages.ModelTurn(model, hosting, why):
                 if self._hostings.get((worker, model)) == hosting:
                     began, ended = events.TurnBegan, events.TurnEnded
@@ -385,16 +383,15 @@ class Driver:
     def _stepped(
         self, now_s: float, worker: WorkerId, step_done: messages.StepDone, decoded: DecodedFact
     ) -> None:
-        by_run = self.requests.by_run
         if step_done.tokens:
             self._answered.add((worker, step_done.model))
         for admitted in step_done.admitted:
-            if admitted.run in by_run:
-                by_run[admitted.run].admitted(admitted.num_cached_tokens)
+            if (request := self.requests.on(worker, admitted.run)) is not None:
+                request.admitted(admitted.num_cached_tokens)
         for run, reading in step_done.readings.items():
-            if run in by_run:
-                by_run[run].stream.reading = reading
-        self._observer.stepped(now_s, step_done, by_run, len(decoded.texts.tokens))
+            if (request := self.requests.on(worker, run)) is not None:
+                request.stream.reading = reading
+        self._observer.stepped(now_s, step_done, self.requests.by_run, len(decoded.texts.tokens))
         self._deliver_all(now_s, decoded.texts)
 
     def _deliver_all(self, now_s: float, texts: DecodedTexts) -> None:
@@ -432,8 +429,8 @@ class Driver:
             reason = f"the text of request {request.request_id} cannot be made of its tokens; see the log"
             self._fail(request, errors.EngineFailed(reason))
 
-    def _run_failed(self, now_s: float, failed: messages.RunFailed) -> None:
-        request = self.requests.by_run.get(failed.run)
+    def _run_failed(self, now_s: float, worker: WorkerId, failed: messages.RunFailed) -> None:
+        request = self.requests.on(worker, failed.run)
         if request is not None:
             num_tokens = len(request.emitted)
             self.post(events.RequestFinished(now_s, request.request_id, num_tokens, events.End.FAILED))
@@ -476,7 +473,7 @@ class Driver:
             del self._hostings[key]
         ending = link.ending()
         culprit = ending.model
-        in_step = None if ending.runs is None else self._request_ids(ending.runs)
+        in_step = None if ending.runs is None else self._request_ids(worker, ending.runs)
         self.requests.detach(worker)
         has_answered = (worker, culprit) in self._answered
         self._answered = {stay for stay in self._answered if stay[0] != worker}
@@ -503,8 +500,9 @@ class Driver:
             self._lost_nodes.discard(node)
             self.post(events.NodeLost(self.now_s, node))
 
-    def _request_ids(self, runs: Sequence[int]) -> tuple[RequestId, ...]:
-        return tuple(self.requests.by_run[run].request_id for run in runs if run in self.requests.by_run)
+    def _request_ids(self, worker: WorkerId, runs: Sequence[int]) -> tuple[RequestId, ...]:
+        requests = (self.requests.on(worker, run) for run in runs)
+        return tuple(request.request_id for request in requests if request is not None)
 
 
 def _adapter_on(node: NodeId, order: messages.AdapterOrder | None) -> messages.AdapterOrder | None:

@@ -19,7 +19,7 @@ from hearth.control.requests.fact_decoder import MAX_TEXT_S, DecodedFact, Decode
 from hearth.control.requests.generation import AnswerStream
 from hearth.core import wire
 from hearth.core.messages import Fact, HostingFailed, RunFailed, StepDone
-from hearth.core.types import FinishReason, ModelId, PromptReading, RequestId, SamplingParams
+from hearth.core.types import FinishReason, ModelId, PromptReading, RequestId, SamplingParams, WorkerId
 from hearth.node.worker_link import WorkerLink
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import TextDelta, Transcript
@@ -118,6 +118,22 @@ def test_one_text_that_breaks_leaves_the_others_alone(
     assert "text_broken request=r2 model=tiny error=Panic" in caplog.text
     assert "in push" in caplog.text
     assert SECRET not in caplog.text
+
+
+def test_a_worker_cannot_write_into_answers_of_another_one(converted: Path) -> None:
+    tokenizer = Tokenizer.load(converted)
+    runs = {1: active(tokenizer, 1), 2: active(tokenizer, 2)}
+    runs[1].worker, runs[2].worker = WorkerId("w0"), WorkerId("gpu-2/w0")
+
+    async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact]) -> None:
+        link = WorkerLink(b"", lambda _: False, None)  # type: ignore[arg-type] # it is never connected
+        link.worker = WorkerId("gpu-2/w0")
+        decoder.decode(link, body(StepDone(MODEL, [1, 2], [10, 11])))
+        decoded = await delivered.get()
+        assert [token.request for token in decoded.texts.tokens] == [runs[2]]
+
+    with_decoder(runs, scene)
+    assert runs[1].emitted == []
 
 
 def test_a_request_of_no_tokens_ends_without_the_one_that_its_step_sampled(converted: Path) -> None:

@@ -90,6 +90,11 @@ class ActiveRequests:
         self.by_run[run] = request
         return run
 
+    def on(self, worker: WorkerId, run: int) -> ActiveRequest | None:
+        """Return the request of a run; None: it has ended, or is not that worker's."""
+        request = self.by_run.get(run)
+        return request if request is not None and request.worker == worker else None
+
     def detach(self, worker: WorkerId, model: ModelId | None = None) -> None:
         """Take all requests off a lost worker, or those of one model; another worker may continue them."""
         for run, request in list(self.by_run.items()):

@@ -137,7 +137,7 @@ class FactDecoder:
                 self._add_texts(link, fact, decoded.texts)
             elif isinstance(fact, HostingFailed):
                 self._late.drop(link, fact.model)
-            elif isinstance(fact, RunFailed):
+            elif isinstance(fact, RunFailed) and self._is_its_own(link, fact.run):
                 self._late.drop_run(fact.run)
         except (ServiceError, ValueError, LookupError) as error:  # or rows of different lengths
             log.error("worker_not_understood worker=%s reason=%s", link.worker, error)
@@ -145,14 +145,19 @@ class FactDecoder:
             return None
         return decoded
 
+    def _is_its_own(self, link: FrameLink, run: int) -> bool:
+        """Return False for a run of another worker: a node must not write into answers of others."""
+        request = self._runs.get(run)
+        return request is None or request.worker == link.worker
+
     def _add_texts(self, link: FrameLink, step: StepDone, texts: DecodedTexts) -> None:
         logprobs = [None] * len(step.runs) if step.logprobs is None else step.logprobs
         # Check all rows before the first text: an emitted token must be delivered.
         rows = list(zip(step.runs, step.tokens, logprobs, strict=True))
         for run, token, own_logprobs in rows:
             request = self._runs.get(run)
-            if request is None or request.is_complete:
-                continue  # cancelled, or ended by a stop string
+            if request is None or request.is_complete or not self._is_its_own(link, run):
+                continue  # cancelled, ended by a stop string, or of another worker
             if request.end_without_tokens is not None:
                 request.is_complete = True
                 texts.ended.append(request)
