@@ -77,6 +77,7 @@ def fields_of(record: ExchangeRecord) -> dict[str, Field]:
         "method": record.method,
         "route": record.route or record.path,
         "model": record.model,
+        "worker": record.workers,
         "key": record.caller,
         "peer": record.peer,
         "id": record.request_id,

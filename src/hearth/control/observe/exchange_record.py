@@ -50,6 +50,12 @@ class ExchangeRecord:
         return CLIENT_GONE if self.status is None else self.status
 
     @property
+    def workers(self) -> str | None:
+        """The workers that answered, with commas; None: none did. Their names begin with their node's."""
+        names = dict.fromkeys(one.stays[-1].worker for one, _ in self.requests if one.stays)
+        return ",".join(names) or None
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(one.num_prompt_tokens for one, counts_prompt in self.requests if counts_prompt)
 
