@@ -44,7 +44,8 @@ def test_a_line_tells_who_asked_for_what_and_what_came_of_it_and_when() -> None:
     assert text_line(fields_of(answered())).decode() == (
         "1970-01-01T00:00:01.000+00:00 status=200 method=POST route=/v1/completions model=tiny worker=w0 "
         "key=ann peer=10.0.0.7 id=r0 client_id=order-17 trace_id=- prompt_tokens=7 cached_tokens=4 "
-        "output_tokens=2 queue_s=0.25 first_token_s=1.0 total_s=3.0 received_bytes=49 sent_bytes=700 complete=yes"
+        "output_tokens=2 queue_s=0.25 first_token_s=1.0 total_s=3.0 received_bytes=49 sent_bytes=700 "
+        "complete=yes"
     )
 
 
