@@ -2,7 +2,7 @@
 
 Ray places the actors, reserves GPUs for them and starts them anew when they die. The head polls which nodes
 Ray has; a node is up or lost by its own connection to the head, as any other. Requests, weights and
-heartbeats never pass through Ray. The actors end with the head's process.
+heartbeats never pass through Ray. The actors end with the process that asked for them (`ray_process.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from hearth.node.credentials import MAX_NAME_CHARS, Authority, Credentials, keep
 from hearth.node.devices import check_host_memory, resolve
 from hearth.node.join import join
 from hearth.node.process_log import ProcessLog
-from hearth.node.processes import run_vital
 from hearth.node.worker_template import WorkerTemplate
 
 #: Between two looks at the nodes of Ray.
@@ -86,39 +85,28 @@ class RayNodes:
         keep_head(cluster_path, self._head)
         self._authority = Authority.open(cluster_path)
         self._agents: dict[RayNode, asyncio.Task[None]] = {}
-        self._watching: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Call it when the head listens."""
-        self._watching = run_vital(self._watch())
-
-    async def close(self) -> None:
-        tasks = [*self._agents.values(), *(() if self._watching is None else (self._watching,))]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(ray.shutdown)
-
-    async def _watch(self) -> None:
+    async def follow(self) -> None:
+        """Run the agents of all nodes that Ray has, as they come and go. Call it when the head listens."""
         while True:
             try:
                 alive = _usable(await asyncio.to_thread(ray.nodes), self._config.cluster.ray_cpus)
             except RayError as error:  # its control store restarts, say
                 log.warning("ray_not_reached reason=`%s`", error)
             else:
-                await self._follow(
+                await self._update(
                     {one for one in alive if self._uses_own_node or one.ray_id != self._own_id}
                 )
             await asyncio.sleep(POLL_S)
 
-    async def _follow(self, alive: set[RayNode]) -> None:
+    async def _update(self, alive: set[RayNode]) -> None:
         for node in self._agents.keys() - alive:
             log.info("ray_node_gone name=%s address=%s", node.name, node.address)
             self._agents.pop(node).cancel()
             with suppress(ConfigError):  # it never joined, or was removed by hand
                 await asyncio.to_thread(self._authority.remove, node.name)
         for node in alive - self._agents.keys():
-            self._agents[node] = run_vital(self._keep_agent(node))
+            self._agents[node] = asyncio.create_task(self._keep_agent(node))
 
     async def _keep_agent(self, node: RayNode) -> None:
         """Run the agent of a node until cancelled, or until the node is refused."""

@@ -8,9 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hearth.control.cluster import Cluster
 from hearth.control.datadir import DataDir
@@ -36,6 +34,7 @@ from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.service_views import ServiceViews
 from hearth.control.observe.tracing import Tracing, tracing_of
+from hearth.control.ray_process import RayProcess
 from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.tokenization import PromptEncoder
@@ -53,9 +52,6 @@ from hearth.node.worker_template import WorkerTemplate
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.snapshot.directory import SnapshotDirectory
-
-if TYPE_CHECKING:
-    from hearth.control.ray_cluster import RayNodes
 
 log = logging.getLogger(__name__)
 
@@ -137,10 +133,13 @@ async def running(
         count_spawned = metrics.fallbacks.labels("template").inc
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         cluster_path = data_dir.path / "cluster"
-        ray_nodes = None
+        ray_process = None
         if config.cluster.manager is not None:
-            ray_nodes = _ray_nodes(config, cluster_path, devices)
-            stack.push_async_callback(ray_nodes.close)
+            ray_process = RayProcess(
+                config, cluster_path, process_log.fd, uses_own_node=not devices.num_workers
+            )
+            stack.push_async_callback(ray_process.close)
+            await ray_process.connect()  # makes the authority
         authority = Authority.open(cluster_path) if (cluster_path / "ca.key").exists() else None
         if authority is None and not devices.num_workers:
             raise ConfigError(
@@ -187,8 +186,8 @@ async def running(
             questions = await answer_keeper(agent_socket, cluster)
             stack.callback(questions.close)
             await cluster.start(cluster_path)
-            if ray_nodes is not None:
-                ray_nodes.start()
+            if ray_process is not None:
+                ray_process.start()
         stack.push_async_callback(reports.close)
         driver.add_sink(reports.observe)
         deployments = Deployments(registry, catalog, driver, local.keeper, data_dir, process_log.fd)
@@ -232,18 +231,6 @@ async def running(
             exchange_sinks=exchange_sinks,
         )
         observer.close()
-
-
-def _ray_nodes(config: HearthConfig, cluster_path: Path, devices: Devices) -> RayNodes:
-    """Raises ConfigError."""
-    if find_spec("ray") is None:
-        raise ConfigError(
-            f"`cluster.manager` is {config.cluster.manager}, but Ray is not installed; install "
-            "`hearth-inference[ray]` on all machines"
-        )
-    from hearth.control.ray_cluster import RayNodes  # takes a second, and Ray is an extra
-
-    return RayNodes(config, cluster_path, uses_own_node=not devices.num_workers)
 
 
 def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
