@@ -90,7 +90,7 @@ class RayNodes:
         """Run the agents of all nodes that Ray has, as they come and go. Call it when the head listens."""
         while True:
             try:
-                alive = _usable(await asyncio.to_thread(ray.nodes), self._config.cluster.ray_cpus)
+                alive = usable(await asyncio.to_thread(ray.nodes), self._config.cluster.ray_cpus)
             except RayError as error:  # its control store restarts, say
                 log.warning("ray_not_reached reason=`%s`", error)
             else:
@@ -226,7 +226,7 @@ def _connect(cluster: ClusterConfig) -> None:
         ) from error
 
 
-def _usable(nodes: list[dict[str, object]], min_cpus: int) -> list[RayNode]:
+def usable(nodes: list[dict[str, object]], min_cpus: int) -> list[RayNode]:
     """Return the nodes alive that have GPUs, or else enough CPUs; `min_cpus` 0: only those with GPUs."""
     found = []
     for node in nodes:
