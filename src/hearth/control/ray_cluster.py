@@ -54,7 +54,7 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeOrder:
-    """What an actor needs to run its node."""
+    """The settings of a node and its invitation to the cluster, for its actor."""
 
     config: HearthConfig
     head: str
