@@ -221,7 +221,7 @@ class Bench:
             chunks = manifest.chunks[:num_chunks]
             grant = client.grant(model, range(len(chunks)))
             for chunk in grant:
-                rungs.add(chunk.delivery and chunk.delivery.rung)
+                rungs.add(None if chunk.delivery is None else chunk.delivery.rung)
                 grant.release(chunk)
             seconds = time.perf_counter() - began_s
             cpu_s = sum(sender.cpu_s for sender in senders) - before_s

@@ -12,6 +12,7 @@ import pytest
 
 from hearth.control.cluster import Cluster
 from hearth.control.datadir import DataDir
+from hearth.control.deploy.deployed import Deployed
 from hearth.control.link_receiver import LinkReceiver
 from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.core import messages, wire
@@ -22,6 +23,7 @@ from hearth.core.node_messages import (
     AskSources,
     AskTicket,
     ChunksHeld,
+    ForgetChunks,
     HeadPulse,
     HeldChunks,
     LeaveCluster,
@@ -29,6 +31,7 @@ from hearth.core.node_messages import (
     NodePulse,
     NodeRefused,
     NodeWelcome,
+    RequestsCame,
     Source,
     Sources,
     TicketGranted,
@@ -230,6 +233,28 @@ def test_a_removed_node_is_told_and_stays_out(data_dir: DataDir) -> None:
         again.send(HELLO)
         assert isinstance(await again.receive(), NodeRefused)
         assert [view.name for view in head.cluster.views()] == ["gpu-2"]
+
+    play(data_dir, scene)
+
+
+def test_nodes_forget_what_was_removed(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(head: HeadRig) -> None:
+        deployments = head.rig.gateway.deployments
+        deployments.tell_nodes = head.cluster.models_changed
+        channel, _ = await head.join()
+        channel.send(NodePulse(1, (), 0))
+        assert await channel.receive() == HeadPulse(1)
+        await deployments.remove("tiny")
+        assert await channel.receive() == ForgetChunks(Digest(deployed.digest))
+
+    play(data_dir, scene)
+
+
+def test_demand_is_told_to_nodes(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(head: HeadRig) -> None:
+        channel, _ = await head.join()
+        head.cluster.count_requests({MODEL: 3})
+        assert await channel.receive() == RequestsCame({MODEL: 3})
 
     play(data_dir, scene)
 

@@ -16,11 +16,12 @@ from hearth.control.deploy.registry import Registry
 from hearth.control.keeper_reports import KeeperReports
 from hearth.control.observe.views import HostMemoryView
 from hearth.core.errors import StoreError
-from hearth.core.types import LOCAL, ModelId, Rung, WorkerId
+from hearth.core.node_messages import HeldChunks
+from hearth.core.types import LOCAL, Digest, ModelId, NodeId, Rung, WorkerId
 from hearth.policy.fleet.events import ModelReady
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.transfer.lease_server import LeaseServer
-from tests.control.gateway_rig import GatewayRig
+from tests.control.gateway_rig import GatewayRig, with_rig
 from tests.store.stored import all_chunks, consume, tiers_at, write_model
 from tests.worker.harness import folder
 
@@ -176,3 +177,14 @@ def test_a_keeper_that_is_slow_to_answer_has_what_it_had(data_dir: DataDir, depl
             assert reports.host_memory is None
 
         with_reports(data_dir, scene, KeeperClient(place / "s"))
+
+
+def test_what_another_node_has_is_reported_in_bytes(data_dir: DataDir, deployed: Deployed) -> None:
+    node, digest = NodeId("gpu-2"), Digest(deployed.digest)
+
+    async def scene(rig: GatewayRig) -> None:
+        rig.keeper.node_reported(node, [HeldChunks(digest, b"", b"\x01"), HeldChunks(Digest("x"), b"", b"")])
+        known = rig.driver.fleet.models[ModelId("tiny")]
+        assert known.bytes_by_rung(node) == {Rung.HOST: 0, Rung.DISK: deployed.facts.num_bytes}
+
+    with_rig(data_dir, scene)

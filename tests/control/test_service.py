@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Literal
 
@@ -7,7 +8,7 @@ import pytest
 
 from hearth.control.datadir import DataDir
 from hearth.control.keys import keys
-from hearth.control.service import keys_of, log_unused_memory
+from hearth.control.service import keys_of, log_unused_memory, running
 from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig, StoreConfig
 from hearth.core.errors import ConfigError
 from hearth.node.devices import Devices
@@ -59,3 +60,12 @@ def test_who_asks_for_host_memory_that_a_cpu_does_not_use_is_told(
     log_unused_memory(HearthConfig(store=store), Devices(kind, (0,), 1))
 
     assert ("raise service.memory_bytes instead" in caplog.text) == is_told
+
+
+def test_a_service_without_workers_needs_a_cluster(data_dir: DataDir) -> None:
+    async def scene() -> None:
+        async with running(HearthConfig(), data_dir, Devices("cpu", (0,), 0)):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match="is 0, which only the head of a cluster can have"):
+        asyncio.run(scene())

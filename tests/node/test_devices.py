@@ -41,6 +41,7 @@ def test_each_gpu_gets_a_worker_unless_told_otherwise() -> None:
     assert resolve(ServiceConfig()) == Devices("cuda", (0, 1), 2)
     assert resolve(ServiceConfig(workers=3)) == Devices("cuda", (0, 1), 3)
     assert resolve(ServiceConfig(device="cpu", workers=2)) == Devices("cpu", (0,), 2)
+    assert resolve(ServiceConfig(workers=0)) == Devices("cuda", (0, 1), 0)
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -194,6 +194,18 @@ def test_a_node_answers_as_the_head_does(cluster: SmallCluster) -> None:
     assert "one" in cluster.head.cli("nodes").stdout
 
 
+def test_a_node_replaces_a_worker_that_dies(cluster: SmallCluster) -> None:
+    whole_text = stream(cluster.head).text
+    (worker,) = (one for one in cluster.head.workers() if one["node"] == "one")
+    pid = worker["pid"]
+    assert isinstance(pid, int)
+    told = stream(cluster.head, psutil.Process(pid).kill)
+    assert told.text == whole_text
+    explained = cluster.head.explain(told.request_id)
+    assert (explained["worker"], explained["num_resumes"]) == ("one/w0.1", 1)
+    assert f"{worker['worker']} died" in str(explained["marks"])
+
+
 def test_a_stream_goes_on_at_another_node(cluster: SmallCluster) -> None:
     whole_text = stream(cluster.head).text
     cluster.start("two")
@@ -202,7 +214,7 @@ def test_a_stream_goes_on_at_another_node(cluster: SmallCluster) -> None:
     assert told.text == whole_text
     explained = cluster.head.explain(told.request_id)
     assert (explained["worker"], explained["num_resumes"]) == ("two/w0", 1)
-    assert "one/w0 was lost with its" in str(explained["marks"])
+    assert "was lost with its" in str(explained["marks"])
     lost = cluster.node("one")
     assert lost is not None
     assert lost["state"] == "down"

@@ -17,10 +17,8 @@ from hearth.core.errors import ConfigError
 
 NodeName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the node, as `hearth nodes` has it.")]
 
-nodes_app = typer.Typer(no_args_is_help=False, rich_markup_mode="rich")
-app.add_typer(
-    nodes_app, name="nodes", help="List, drain and remove machines of a cluster.", rich_help_panel="Service"
-)
+nodes_app = typer.Typer(rich_markup_mode="rich")
+app.add_typer(nodes_app, name="nodes", rich_help_panel="Service")
 
 
 @nodes_app.callback(invoke_without_command=True)

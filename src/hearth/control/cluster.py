@@ -92,7 +92,7 @@ class Cluster:
         receiver: Receiver,
         config: HearthConfig,
         places: Callable[[], Mapping[Digest, str]],
-        residency_changed: Callable[[NodeId, messages.HeldChunks], None],
+        residency_changed: Callable[[NodeId, Sequence[messages.HeldChunks]], None],
         metrics: Metrics,
     ) -> None:
         """`receiver` takes what links bring. `places` returns where each deployed model is.
@@ -127,6 +127,7 @@ class Cluster:
             self._nodes.local.take_data,
             self._authority.is_member,
         )
+        self.models_changed()
         works = (self._watch(), self._report(), self._tell_places())
         self._tasks = [run_vital(work) for work in works]
         log.info("cluster listening=%s port=%d", cluster.listen, self._port.port)
@@ -194,7 +195,10 @@ class Cluster:
                 f"the node speaks version {hello.version}, the head {messages.VERSION} and the one before; "
                 "install the same Hearth on both"
             )
-        if any(node.name == hello.name for node in self._joined.values()):
+        for node in [node for node in self._joined.values() if node.name == hello.name]:
+            if node.num_silent_pulses > 1:  # it noticed before the head that its connection was cut
+                self._lose(node, "it joins again")
+                continue
             return messages.NodeRefused(
                 f"a node called `{hello.name}` is up; if its machine was copied, give this one credentials "
                 "of its own with `hearth join --name`",
@@ -208,9 +212,8 @@ class Cluster:
                 node.pulse = message
                 node.channel.send(messages.HeadPulse(number))
             case messages.ChunksHeld(models):
-                for held in models:
-                    node.held[held.model] = held
-                    self._residency_changed(node.node_id, held)
+                node.held |= {held.model: held for held in models}
+                self._residency_changed(node.node_id, models)
             case messages.LinksMeasured(links):
                 node.speeds |= {link.source: link for link in links}
                 for link in links:

@@ -53,17 +53,18 @@ class KeeperReports:
         if isinstance(event, events.ModelReady) or any(isinstance(one, events.Evict) for one in actions):
             self._is_residency_stale.set()
 
-    def node_reported(self, node: NodeId, held: HeldChunks) -> None:
-        """Tell the brain what another node has of a model."""
+    def node_reported(self, node: NodeId, models: Sequence[HeldChunks]) -> None:
+        """Tell the brain what another node has of models."""
+        held_by_digest = {held.model: held for held in models}
         for entry in self._catalog.entries():
-            if entry.deployed.digest == held.model:
-                most = entry.profile.num_bytes
+            if (held := held_by_digest.get(Digest(entry.deployed.digest))) is not None:
+                profile = entry.profile
                 bytes_by_rung = {
-                    Rung.HOST: min(most, _num_chunks(held.host) * CHUNK_BYTES),
-                    Rung.DISK: min(most, _num_chunks(held.disk) * CHUNK_BYTES),
+                    rung: min(profile.num_bytes, int.from_bytes(mask).bit_count() * CHUNK_BYTES)
+                    for rung, mask in ((Rung.HOST, held.host), (Rung.DISK, held.disk))
                 }
-                model = entry.profile.model
-                self._driver.post(events.ResidencyReported(self._driver.now_s, model, bytes_by_rung, node))
+                now_s = self._driver.now_s
+                self._driver.post(events.ResidencyReported(now_s, profile.model, bytes_by_rung, node))
 
     async def refresh_host_memory(self, patience_s: float) -> None:
         """Update `host_memory`; a keeper that is only slow keeps its last report."""
@@ -119,7 +120,3 @@ class KeeperReports:
             for digest, bytes_by_rung in counted.items():
                 for model in models.get(digest, ()):
                     self._driver.post(events.ResidencyReported(self._driver.now_s, model, bytes_by_rung))
-
-
-def _num_chunks(mask: bytes) -> int:
-    return int.from_bytes(mask).bit_count()

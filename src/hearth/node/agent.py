@@ -20,7 +20,7 @@ from socket import socket
 import msgspec
 
 from hearth.core import node_messages as messages
-from hearth.core.config import EngineConfig, HearthConfig, parse_address
+from hearth.core.config import CPU_HOST_BYTES, EngineConfig, HearthConfig, parse_address
 from hearth.core.errors import HearthError, JoinRefused, Unreachable
 from hearth.core.messages import WorkerEnded, WorkerHello
 from hearth.core.types import Digest, NodeId, where_on_nodes
@@ -84,13 +84,14 @@ class Agent:
             self._socket = new_socket_path(self._path, "agent", stack)
             server = await answer_keeper(self._socket, self)
             stack.callback(server.close)
+            host_bytes = self._config.store.host_bytes
             seen_at = (None, port.port) if cluster.address is None else parse_address(cluster.address)
             hello = messages.NodeHello(
                 version=messages.VERSION,
                 name=self._credentials.name,
                 kind=self._devices.kind,
                 devices=self._devices.names(),
-                host_bytes=self._config.store.host_bytes,
+                host_bytes=host_bytes if self._devices.kind == "cuda" else min(host_bytes, CPU_HOST_BYTES),
                 port=seen_at[1],
                 host=seen_at[0],
                 labels=cluster.values_by_label,
@@ -125,7 +126,8 @@ class Agent:
     def _describe(self, welcome: messages.NodeWelcome) -> str:
         names = self._devices.names()
         where = f"the cluster at {self._host}:{self._port} as {welcome.node}"
-        return f"{where}: {len(names)} workers on {', '.join(dict.fromkeys(names))}"
+        workers = "1 worker" if len(names) == 1 else f"{len(names)} workers"
+        return f"{where}: {workers} on {', '.join(dict.fromkeys(names))}"
 
     async def _greet(self, hello: messages.NodeHello) -> tuple[Channel, messages.NodeWelcome]:
         """Raises Unreachable, if it may be tried again, and JoinRefused."""

@@ -205,11 +205,12 @@ class LocalNode:
 def new_socket_path(path: Path, name: str, stack: ExitStack | AsyncExitStack) -> Path:
     """Return a socket path of this process, whose predecessor may have left processes behind.
 
-    `path`: the data directory. A path too long for a socket is replaced by one that ends with the stack.
+    `path`: the data directory. The socket ends with the stack. A path too long for one is replaced.
     """
     for stale in (path / "run").glob(f"{name}-*.sock"):
         stale.unlink(missing_ok=True)
     socket = path / "run" / f"{name}-{os.getpid()}.sock"
     if len(os.fsencode(socket)) <= MAX_SOCKET_PATH_BYTES:
+        stack.callback(socket.unlink, missing_ok=True)
         return socket
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-"))) / f"{name}.sock"

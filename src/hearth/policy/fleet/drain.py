@@ -31,6 +31,7 @@ def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
     """
     assert model.profile is not None, f"removed: `{model.name}`"
     plans: list[tuple[Victim, ...]] = []
+    fleet.rank_workers()
     for index, footprint in fleet.capacity.find_suited(model.profile):
         ranking = index.unpinned if fleet.config.takes_turns else index.idle
         names = index.roomiest_first(ranking, index.drainable, footprint.promise.own_bytes)

@@ -48,6 +48,7 @@ class Fleet:
         self.num_workers_by_node: Counter[NodeId] = Counter()
         #: The most workers there have been at a time: a lost one is replaced.
         self.most_by_node: dict[NodeId, int] = {}
+        self._unranked: dict[WorkerId, Worker] = {}  #: ranked by their room when it matters
         #: When the first waiting model without a drain stops reserving room.
         self.kept_until_s = math.inf
         self.timer_s: float | None = None
@@ -258,14 +259,23 @@ class Fleet:
         self.rank_room(drain.worker)
 
     def rank_room(self, worker: Worker) -> None:
-        """Rank a worker by the room that it could have; called if that, a load or its drain has changed."""
-        if worker.is_draining:
-            return
+        """Note that the room which a worker could have, a load there or its drain has changed."""
+        self._unranked[worker.name] = worker
+        if worker.drain is not None:
+            self.queues.changed_drains[worker.drain.model.name] = worker.drain
+
+    def rank_workers(self) -> None:
+        """Rank workers by the room that they could have. Call it before these ranks are read."""
+        while self._unranked:
+            name, worker = self._unranked.popitem()
+            if self.workers.get(name) is worker and not worker.is_draining:
+                self._rank_worker(worker)
+
+    def _rank_worker(self, worker: Worker) -> None:
         index, promises = self.capacity.by_kind[worker.kind], worker.promises
         if worker.drain is not None:
             index.open.drop(worker.name)
             index.drainable.drop(worker.name)
-            self.queues.changed_drains[worker.drain.model.name] = worker.drain
             return
         if self.config.takes_turns:
             index.open.put(worker.name, promises.turn_bytes)

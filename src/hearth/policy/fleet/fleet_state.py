@@ -82,6 +82,8 @@ class FleetState:
 
 def save(fleet: Fleet) -> FleetState:
     """Return the facts of a fleet. They change with the fleet: encode them before the next step."""
+    fleet.rank_workers()
+    fleet.queues.rank_waiting()
     return FleetState(
         now_s=fleet.now_s,
         step_number=fleet.step_number,
@@ -188,6 +190,8 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     for model in fleet.models.values():
         for name, num_bytes in list(model.resident_bytes.items()):
             record_bytes(model, fleet.workers[name], num_bytes)
+    fleet.rank_workers()
+    fleet.queues.rank_waiting()
     fleet.queues.must_serve = fleet.queues.must_refuse = False
     return fleet
 

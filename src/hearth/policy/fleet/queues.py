@@ -31,6 +31,9 @@ class RequestQueues:
         #: Models of `for_room` without a drain; of these, those that may still reserve room.
         self.undrained: Ranking[ModelId, Place] = Ranking()
         self.reserving: Ranking[ModelId, Place] = Ranking()
+        self._unranked: dict[
+            ModelId, Model
+        ] = {}  #: whose place among those for room is updated when it matters
         #: Models of `for_slot` that have a free slot: it is kept for interactive requests.
         self.for_kept_slot: Ranking[ModelId, Place] = Ranking()
         #: By the model that waits, in the order in which they began; at most one per worker.
@@ -102,18 +105,29 @@ class RequestQueues:
         if model.queue is not None and model.queue is not queue:
             model.queue.drop(model.name)
             if model.queue is self.for_room:
-                self._drop_for_room(model)
+                self._unranked[model.name] = model
         model.queue = queue
         if queue is not None and first is not None:
             queue.put(model.name, first.place)
             if queue is self.for_room:
-                self._rank_for_room(model, first.place)
+                self._unranked[model.name] = model
         if queue is self.for_slot and first is not None and len(model.with_free_slot):
             self.for_kept_slot.put(model.name, first.place)
-        else:
+        elif len(self.for_kept_slot):
             self.for_kept_slot.drop(model.name)
         if model.name in self._drains_by_model:
             self.changed_drains.update(self._drains_by_model[model.name])
+
+    def rank_waiting(self) -> None:
+        """Rank the models that wait for room. Call it before `undrained`, `reserving` and sizes are read."""
+        while self._unranked:
+            _, model = self._unranked.popitem()
+            if model.queue is self.for_room and (first := model.first_waiting) is not None:
+                self._rank_for_room(model, first.place)
+            else:
+                self.for_room_by_size.drop(model.name)
+                self.undrained.drop(model.name)
+                self.reserving.drop(model.name)
 
     def _rank_for_room(self, model: Model, place: Place) -> None:
         footprints = () if model.profile is None else model.profile.footprints.values()
@@ -125,11 +139,6 @@ class RequestQueues:
         elif self.undrained.rank(model.name) != place:
             self.undrained.put(model.name, place)
             self.reserving.put(model.name, place)
-
-    def _drop_for_room(self, model: Model) -> None:
-        self.for_room_by_size.drop(model.name)
-        self.undrained.drop(model.name)
-        self.reserving.drop(model.name)
 
     def begin_drain(self, drain: Drain) -> None:
         self.drains[drain.model.name] = self.changed_drains[drain.model.name] = drain

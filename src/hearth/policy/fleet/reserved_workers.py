@@ -67,6 +67,7 @@ class ReservedWorkers:
 
     def most_open_bytes(self) -> int:
         """Return what a model may need at most to be loaded now on any worker; not less than it may."""
+        self.fleet.rank_workers()
         drained = [] if self.has_all_drained else [one.worker for one in self.fleet.drains.values()]
         most_bytes = max((self._room_bytes(worker) for worker in drained), default=0)
         for kind, index in self.fleet.capacity.by_kind.items():
@@ -82,6 +83,7 @@ class ReservedWorkers:
         self, kind: str, footprint: Footprint, most: Hold | None, model: ModelId, *, roomiest_first: bool
     ) -> Iterator[WorkerId]:
         index, workers = self.fleet.capacity.by_kind[kind], self.fleet.workers
+        names: Iterator[WorkerId]
         if self._has_kind(kind, index):
             names = (name for name in self.fleet.resting if name in index.promises)
         elif self.has_all_drained and (few := self._find_few(index, footprint, model)) is not None:
@@ -94,6 +96,7 @@ class ReservedWorkers:
 
     def _find_few(self, index: CapacityIndex, footprint: Footprint, model: ModelId) -> list[WorkerId] | None:
         """Return all workers without a drain that may have room for a model, and its own; None: many."""
+        self.fleet.rank_workers()
         few = index.open.few_from_rank(footprint.promise.own_bytes, MAX_SORTED)
         drain = self.fleet.drains.get(model)
         if few is not None and drain is not None and drain.worker.name in index.promises:

@@ -37,6 +37,9 @@ class RoomCandidates:
     num_drains: int = 0
 
     def next(self) -> Model | None:
+        if not len(self.fleet.queues.for_room):
+            return None
+        self.fleet.queues.rank_waiting()
         if self.reserved.has_all_for_sure or self.num_behind > MAX_BEHIND:
             return None
         if len(self.fleet.drains) != self.num_drains:  # One that ended gives its worker back to all.

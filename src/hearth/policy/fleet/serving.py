@@ -197,6 +197,7 @@ def _drain_for_overdue(fleet: Fleet) -> bool:
 
     Skips models that have reserved room for long enough and can have none.
     """
+    fleet.queues.rank_waiting()
     for name in islice(fleet.queues.undrained.from_rank(FIRST_PLACE), MAX_BEHIND):
         model = fleet.models[name]
         if not _could_fit(fleet, model):

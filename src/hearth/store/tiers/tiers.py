@@ -301,6 +301,8 @@ class Tiers:
         try:
             model = self._open_described(directory, weight, remote)
             if model.manifest.digest == address.version:
+                if isinstance(remote, PeerModel):
+                    remote.prepare(self.prices.bytes_per_s(Rung.DISK))
                 return model
             reason = f"its digest is {model.manifest.digest}"
         except (BadCheckpoint, ChunkCorrupt) as error:

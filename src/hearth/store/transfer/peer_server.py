@@ -26,6 +26,7 @@ from hearth.store.format.manifest import MANIFEST
 from hearth.store.tiers.model import StoredModel
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.fetch import HostChunk
+from hearth.store.transfer.keeper_socket import KeeperSocket
 from hearth.store.transfer.peer_stream import (
     FAILED,
     HEADER,
@@ -68,14 +69,17 @@ class PeerServer:
     def __init__(
         self, tiers: Tiers, path: Path, credentials: Path | None = None, stall_s: float = STALL_S
     ) -> None:
-        """`credentials`: the directory of this node's certificate, for connections that are encrypted."""
-        self._tiers, self._path, self._credentials, self._stall_s = tiers, path, credentials, stall_s
+        """Take connections at `path`; raises as `KeeperSocket`.
+
+        `credentials`: the directory of this node's certificate, for connections that are encrypted.
+        """
+        self._tiers, self._credentials, self._stall_s = tiers, credentials, stall_s
         #: Chunks leased at once. This node's own loads need cells, too.
         self._slots = threading.BoundedSemaphore(max(1, tiers.segment.num_cells // 4))
         self._sessions: dict[_Receiver, threading.Thread] = {}
         self._lock = threading.Lock()  #: guards the sessions, which end on their own
         self._is_closing = False
-        self._listener = _listen(path)
+        self._listener = KeeperSocket(path)
         self._thread = threading.Thread(target=self._accept, name="hearth-peers", daemon=True)
         self._thread.start()
 
@@ -84,10 +88,9 @@ class PeerServer:
         if self._is_closing:
             return
         self._is_closing = True
-        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.stop()
         self._thread.join()
         self._listener.close()
-        self._path.unlink(missing_ok=True)
         with self._lock:
             sessions = dict(self._sessions)
         for session in sessions:
@@ -98,15 +101,14 @@ class PeerServer:
     def _accept(self) -> None:
         while not self._is_closing:
             try:
-                agent, _ = self._listener.accept()
-                with agent:
+                with self._listener.accept() as agent:
                     agent.settimeout(self._stall_s)
                     kind, fds, _, _ = socket.recv_fds(agent, 1, 1)
                 for fd in fds:
                     self._start(socket.socket(fileno=fd), is_encrypted=kind == _ENCRYPTED)
             except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 if not self._is_closing:
-                    log.error("peer_not_accepted path=%s reason=%s", self._path, error)
+                    log.error("peer_not_accepted path=%s reason=%s", self._listener.path, error)
 
     def _start(self, connection: socket.socket, *, is_encrypted: bool) -> None:
         credentials = self._credentials if is_encrypted else None
@@ -265,19 +267,3 @@ class _Receiver:
             self._received += part
         line, _, self._received = self._received.partition(b"\n")
         return line
-
-
-def _listen(path: Path) -> socket.socket:
-    """Listen at a socket of the owner alone. One keeper at a time uses `path`: see `LeaseServer`."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o177)
-    try:
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise StoreError(f"the keeper cannot listen at `{path}`: {error}; use another path") from error
-    finally:
-        os.umask(mask)
-    return listener

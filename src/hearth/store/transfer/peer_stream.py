@@ -33,7 +33,7 @@ FAILED, WAIT = -1, -2
 MAGIC = b"HEARTH1 "
 MAX_LINE_BYTES = 64 << 10
 #: Received, hashed and checked for cancellation at a time; hashing begins while the rest arrives.
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 2 << 20
 #: A sender that says `WAIT` for longer is of no use.
 MAX_WAIT_S = 60.0
 #: Each of several streams has a share of the link. A slower one is as good as stalled.
@@ -116,7 +116,8 @@ class ChunkRead:
 class PeerStream:
     """A connection to the store of another node. One thread at a time. Failures are OSErrors."""
 
-    def __init__(self, connection: socket.socket, stall_s: float) -> None:
+    def __init__(self, connection: socket.socket, stall_s: float, latency_s: float) -> None:
+        self.latency_s = latency_s
         self._socket = connection
         if isinstance(connection, ssl.SSLSocket):
             self._flags = 0
@@ -128,14 +129,16 @@ class PeerStream:
 
     @staticmethod
     def open(node: NodeId, ticket: PeerTicket, credentials: Path | None, stall_s: float) -> PeerStream:
+        began_s = time.perf_counter()
         connection = socket.create_connection((ticket.host, ticket.port), stall_s)
+        latency_s = time.perf_counter() - began_s
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(MAGIC + ticket.ticket.encode() + b"\n")
             if ticket.is_encrypted:
                 context = tls_context(credentials, ssl.PROTOCOL_TLS_CLIENT)
                 connection = context.wrap_socket(connection, server_hostname=certificate_name(node))
-            return PeerStream(connection, stall_s)
+            return PeerStream(connection, stall_s, latency_s)
         except BaseException:
             connection.close()
             raise

@@ -14,7 +14,8 @@ import math
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -36,6 +37,8 @@ from hearth.store.format.manifest import MANIFEST, StoredManifest, digest_of
 from hearth.store.tiers.model import ChunkArrival
 from hearth.store.transfer.peer_stream import AgentClient, PeerStream
 
+#: For so long it is believed that a node has a chunk in host memory, when the own disk has it as well.
+FRESH_S = 10.0
 #: How often a reader that waits for a node looks whether it is still wanted.
 LOOK_S = 0.25
 #: A node has chunks of so many seconds in flight, within limits: one at a time leaves gaps, and on a slow
@@ -66,20 +69,13 @@ class _Node:
 
     name: NodeId
     rate: RunningRate = field(default_factory=RunningRate)
-    latency_s: float = 0.0  #: of the last connection's opening
+    latency_s: float = 0.0
     num_in_flight: int = 0
     in_flight_bytes: int = 0
     last_done_s: float = -math.inf
     left_out_until_s: float = -math.inf
     failure: str = ""  #: why it was left out last
     idle: list[tuple[float, PeerStream]] = field(default_factory=list)  #: and since when
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.rate.bytes_per_s or PRIOR_BYTES_PER_S[Rung.PEER]
-
-    def seconds_for(self, num_bytes: int) -> float:
-        return (self.in_flight_bytes + num_bytes) / self.bytes_per_s
 
     def has_room(self, num_bytes: int) -> bool:
         wanted = (self.rate.bytes_per_s or 0.0) * IN_FLIGHT_S / num_bytes
@@ -260,10 +256,9 @@ class Peers:
 
     def _open(self, name: NodeId) -> PeerStream:
         ticket = self.agent.ticket(name)
-        began_s = time.monotonic()
         stream = PeerStream.open(name, ticket, self._credentials, self.patience.stall_s)
         with self._lock:
-            self._node(name).latency_s = time.monotonic() - began_s
+            self._node(name).latency_s = stream.latency_s
         return stream
 
     def _take_idle(self, name: NodeId) -> PeerStream | None:
@@ -294,12 +289,21 @@ class Peers:
 
     def _match(self) -> None:
         """Assign nodes to readers, in the order in which these came. One may wait for a node that is full."""
+        rates = [node.rate.bytes_per_s for node in self._nodes.values() if node.rate.bytes_per_s]
+        guess = sum(rates) / len(rates) if rates else PRIOR_BYTES_PER_S[Rung.PEER]
+        ahead = Counter[_Node]()  # bytes that earlier readers wait for
         for want in list(self._wants):
-            candidates = self._candidates(want)
-            if not candidates:
+            if not (candidates := self._candidates(want)):
                 continue
-            node = min(candidates, key=lambda node: node.seconds_for(want.num_bytes))
-            if node.has_room(want.num_bytes):
+            node = min(
+                candidates,
+                key=lambda node: (
+                    (node.in_flight_bytes + ahead[node] + want.num_bytes) / (node.rate.bytes_per_s or guess)
+                ),
+            )
+            if not node.has_room(want.num_bytes):
+                ahead[node] += want.num_bytes
+            else:
                 node.num_in_flight += 1
                 node.in_flight_bytes += want.num_bytes
                 self._wants.remove(want)
@@ -307,10 +311,12 @@ class Peers:
                 want.assigned.set()
 
     def _candidates(self, want: _Want) -> list[_Node]:
-        now_s = time.monotonic()
-        names = [name for name in want.model.holders(want.index) if name not in want.refused]
-        nodes = [self._node(name) for name in names or {LOCAL} - want.refused]
-        return [node for node in nodes if node.left_out_until_s < now_s]
+        """Return the nodes to choose from: those that have the chunk, else the head."""
+        return self._usable(want, want.model.holders(want.index)) or self._usable(want, [LOCAL])
+
+    def _usable(self, want: _Want, names: Sequence[NodeId]) -> list[_Node]:
+        nodes = [self._node(name) for name in names if name not in want.refused]
+        return [node for node in nodes if node.left_out_until_s < time.monotonic()]
 
 
 class PeerModel:
@@ -372,7 +378,14 @@ class PeerModel:
     ) -> ChunkArrival:
         return self._peers.read_chunk(self, index, buffer, is_wanted)
 
+    def prepare(self, bytes_per_s: float) -> None:
+        """Look for sources before a load, if any node has been faster than this."""
+        if any(link.bytes_per_s > bytes_per_s for link in self._peers.links()):
+            self.look_for_sources()
+
     def is_faster(self, index: int, bytes_per_s: float) -> bool:
+        if time.monotonic() - self._looked_s > FRESH_S:
+            return False
         return any(
             holder.host >> index & 1 and self._peers.is_faster(holder.node, bytes_per_s)
             for holder in self._holders
