@@ -35,8 +35,8 @@ from hearth.node.worker_template import WorkerTemplate
 POLL_S = 2.0
 #: Before the agent of a node that has failed is tried again.
 RETRY_S = 30.0
-#: How long the token of an agent is valid, which joins as soon as it runs.
-TOKEN_S = 600.0
+#: How long the token of an agent is valid. It joins at once, and later uses its certificate.
+TOKEN_S = 120.0
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,9 @@ class RayNodes:
         for node in self._agents.keys() - alive:
             log.info("ray_node_gone name=%s address=%s", node.name, node.address)
             self._agents.pop(node).cancel()
-            with suppress(ConfigError):  # it never joined, or was removed by hand
-                await asyncio.to_thread(self._authority.remove, node.name)
+            if all(one.name != node.name for one in alive):  # else the machine is back, with another id
+                with suppress(ConfigError):  # it never joined, or was removed by hand
+                    await asyncio.to_thread(self._authority.remove, node.name)
         for node in alive - self._agents.keys():
             self._agents[node] = asyncio.create_task(self._keep_agent(node))
 
@@ -154,7 +155,6 @@ class RayNodes:
             self._config,
             service=replace(service, workers=None, device="cuda" if node.num_gpus else "cpu"),
             cluster=replace(cluster, listen=_joined(node.address, port), address=None, labels=()),
-            models={},
         )
 
 
