@@ -19,7 +19,7 @@ from hearth.api.guard import OPEN_PATHS
 from hearth.cli.commands import whole_app
 from hearth.cli.environment import EnvironmentSettings, read_environment, variable_of
 from hearth.cli.server import MAX_OPEN_FILES
-from hearth.core.config import HearthConfig, ServiceConfig, load, parse_bytes, setting_keys
+from hearth.core.config import CLUSTER_PORT, HearthConfig, ServiceConfig, load, parse_bytes, setting_keys
 from hearth.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -198,6 +198,34 @@ def test_a_pod_is_no_root_and_meets_no_second_one_on_its_node(manifests: dict[st
     # Its links would be read as settings, see `cli/environment.py`.
     assert service["metadata"]["name"] == stateful["serviceName"] == "hearth"
     assert pod["enableServiceLinks"] is False
+
+
+def test_kuberay_runs_the_head_with_settings_and_paths_that_exist() -> None:
+    documents = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text(encoding="utf-8"))
+    found = {document["kind"]: document for document in documents if document is not None}
+    ray = found["RayCluster"]["spec"]
+    assert ray["authOptions"] == {"mode": "token"}
+    (group,) = ray["workerGroupSpecs"]
+    pods = [one["template"]["spec"] for one in (ray["headGroupSpec"], group)]
+    (head,), (worker,) = (pod["containers"] for pod in pods)
+    last_line = head["args"][-1].strip().splitlines()[-1]
+    check_command(shlex.split(last_line.removeprefix("exec hearth ")))
+    config = settings_of({entry["name"]: entry["value"] for entry in head["env"]})
+    for pod, container, data_dir in (
+        (pods[0], head, config.service.data_dir),
+        (pods[1], worker, config.cluster.node_data_dir),
+    ):
+        mounts = {mount["name"]: Path(mount["mountPath"]) for mount in container["volumeMounts"]}
+        assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+        assert Path(data_dir).is_relative_to(mounts["data"])
+        assert pod["enableServiceLinks"] is False
+        assert str(pod["securityContext"]["runAsUser"]) == last(CONTAINERFILES[1], "USER")
+        assert {"name": "cluster", "containerPort": CLUSTER_PORT} in container["ports"]
+    assert pods[0]["terminationGracePeriodSeconds"] > config.service.drain_s
+    assert parse_bytes(f"{worker['resources']['limits']['memory']}B") > config.store.host_bytes
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert ray["rayVersion"] in Requirement(project["optional-dependencies"]["ray"][0]).specifier
+    assert f"ray=={ray['rayVersion']}'" in (DEPLOY / "kuberay.yaml").read_text(encoding="utf-8")
 
 
 def test_nginx_waits_less_than_the_service_between_requests_and_longer_within_one() -> None:

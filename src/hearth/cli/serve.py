@@ -54,6 +54,14 @@ def serve(
             help="Directory for models, keys and logs; by default HEARTH_DATA_DIR or ~/.hearth.",
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="ray[:HOST:PORT]",
+            help="Add the machines of a Ray cluster that this machine belongs to.",
+        ),
+    ] = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
@@ -73,6 +81,8 @@ def serve(
       hearth serve --keep-alive 30m --host-memory 64GiB --config hearth.toml
 
       hearth serve --host 0.0.0.0 --set models.qwen-7b.pinned=true
+
+      hearth serve --cluster ray
     """
     flags = {
         "service.host": host,
@@ -86,6 +96,7 @@ def serve(
         "service.api_keys_file": None if api_keys_file is None else str(api_keys_file),
         "service.allowed_origins": allow_origin or None,
         "service.data_dir": data_dir,
+        "cluster.manager": cluster,
     }
     configuration = resolved(config, settings, flags)
     configuration.print_notes()

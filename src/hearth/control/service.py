@@ -34,6 +34,7 @@ from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.service_views import ServiceViews
 from hearth.control.observe.tracing import Tracing, tracing_of
+from hearth.control.ray_process import RayProcess
 from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.tokenization import PromptEncoder
@@ -132,6 +133,13 @@ async def running(
         count_spawned = metrics.fallbacks.labels("template").inc
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         cluster_path = data_dir.path / "cluster"
+        ray_process = None
+        if config.cluster.manager is not None:
+            ray_process = RayProcess(
+                config, cluster_path, process_log.fd, uses_own_node=not devices.num_workers
+            )
+            stack.push_async_callback(ray_process.close)
+            await ray_process.connect()  # makes the authority
         authority = Authority.open(cluster_path) if (cluster_path / "ca.key").exists() else None
         if authority is None and not devices.num_workers:
             raise ConfigError(
@@ -178,6 +186,8 @@ async def running(
             questions = await answer_keeper(agent_socket, cluster)
             stack.callback(questions.close)
             await cluster.start(cluster_path)
+            if ray_process is not None:
+                ray_process.start()
         stack.push_async_callback(reports.close)
         driver.add_sink(reports.observe)
         deployments = Deployments(registry, catalog, driver, local.keeper, data_dir, process_log.fd)

@@ -176,9 +176,20 @@ class ClusterConfig:
     labels: tuple[str, ...] = ()  #: labels of this machine, like "zone=a"
     encrypt_weights: bool = True  #: encrypt weights between machines; the head's setting applies to all
     keep_host_s: _Wait = 600.0  #: seconds that a machine without a head keeps models in host memory
+    #: "ray" or "ray:HOST:PORT": run a node on every Ray node that has GPUs; None: nodes run `hearth join`
+    manager: str | None = None
+    #: with Ray: also run a node where there is no GPU and at least this many CPUs; 0: only with GPUs
+    ray_cpus: Annotated[int, Limits(0)] = 0
+    node_data_dir: str = "~/.hearth-node"  #: with Ray: data directory of each node
+    ray_without_auth: bool = False  #: use a Ray cluster that runs the code of anyone who reaches it
 
     def __post_init__(self) -> None:
         _check_section(self, "cluster")
+        if self.manager is not None and self.manager.partition(":")[0] != "ray":
+            raise ConfigError(
+                f"`cluster.manager` is `ray` or `ray:HOST:PORT`, the address of a Ray cluster, given: "
+                f"{self.manager!r:.80}"
+            )
         for key, address in (("listen", self.listen), ("address", self.address)):
             try:
                 parse_address(address or self.listen)

@@ -16,7 +16,7 @@ import msgspec
 
 from hearth.core.beacon import StepSigns
 from hearth.core.errors import ConfigError
-from hearth.core.messages import KeeperSetup, WorkerFarewell, WorkerSetup
+from hearth.core.messages import WorkerFarewell
 from hearth.policy.fleet.liveness import max_silence_s
 from hearth.system.crash import end_process
 
@@ -128,9 +128,7 @@ class ForkedWorker(ChildProcess):
 WorkerProcess = Process | ForkedWorker
 
 
-async def spawn(
-    module: str, setup: WorkerSetup | KeeperSetup, errors: ErrorFile, *descriptors: int
-) -> Process:
+async def spawn(module: str, setup: msgspec.Struct, errors: ErrorFile, *descriptors: int) -> Process:
     """Start a Python process, which inherits the descriptors and reads its setup from standard input."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,

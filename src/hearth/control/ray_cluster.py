@@ -1,0 +1,253 @@
+"""Nodes on the machines of a Ray cluster: an actor on each of them runs the agent of `hearth join`.
+
+Ray places the actors, reserves GPUs for them and starts them anew when they die. The head polls which nodes
+Ray has; a node is up or lost by its own connection to the head, as any other. Requests, weights and
+heartbeats never pass through Ray. The actors end with the process that asked for them (`ray_process.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import ray
+import uvloop
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from hearth.control.datadir import DataDir
+from hearth.control.observe.log_rotation import LogRotation
+from hearth.core.config import ClusterConfig, HearthConfig, parse_address
+from hearth.core.errors import ConfigError, JoinRefused
+from hearth.node.agent import Agent
+from hearth.node.credentials import MAX_NAME_CHARS, Authority, Credentials, keep_head
+from hearth.node.devices import check_host_memory, resolve
+from hearth.node.join import join
+from hearth.node.process_log import ProcessLog
+from hearth.node.worker_template import WorkerTemplate
+
+#: Between two looks at the nodes of Ray.
+POLL_S = 2.0
+#: Before the agent of a node that has failed is tried again.
+RETRY_S = 30.0
+#: How long the token of an agent is valid. It joins at once, and later uses its certificate.
+TOKEN_S = 120.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """One life of a machine in a Ray cluster."""
+
+    ray_id: str
+    address: str
+    name: str  #: in Hearth's cluster
+    num_gpus: float
+    num_cpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOrder:
+    """The settings of a node and its invitation to the cluster, for its actor."""
+
+    config: HearthConfig
+    head: str
+    name: str
+    token: str = field(repr=False)
+
+
+class RayNodes:
+    """Keeps one actor on each node of Ray. Mutable; used on the event loop alone."""
+
+    def __init__(self, config: HearthConfig, cluster_path: Path, *, uses_own_node: bool) -> None:
+        """Connect to Ray, and make this machine the head of a cluster if it is none. Raises ConfigError.
+
+        `cluster_path`: the directory of the authority. `uses_own_node`: the Ray node of this machine gets an
+        actor, too, because the head itself has no workers.
+        """
+        cluster = config.cluster
+        check_auth(cluster)
+        _connect(cluster)
+        self._config = config
+        self._own_id = str(ray.get_runtime_context().get_node_id())
+        self._uses_own_node = uses_own_node
+        self._head = cluster.address or _joined(
+            ray.util.get_node_ip_address(), parse_address(cluster.listen)[1]
+        )
+        if not (cluster_path / "ca.key").exists():
+            Authority.create(cluster_path)
+        keep_head(cluster_path, self._head)
+        self._authority = Authority.open(cluster_path)
+        self._agents: dict[RayNode, asyncio.Task[None]] = {}
+
+    async def follow(self) -> None:
+        """Run the agents of all nodes that Ray has, as they come and go. Call it when the head listens."""
+        while True:
+            try:
+                alive = usable(await asyncio.to_thread(ray.nodes), self._config.cluster.ray_cpus)
+            except RayError as error:  # its control store restarts, say
+                log.warning("ray_not_reached reason=`%s`", error)
+            else:
+                await self._update(
+                    {one for one in alive if self._uses_own_node or one.ray_id != self._own_id}
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def _update(self, alive: set[RayNode]) -> None:
+        for node in self._agents.keys() - alive:
+            log.info("ray_node_gone name=%s address=%s", node.name, node.address)
+            self._agents.pop(node).cancel()
+            if all(one.name != node.name for one in alive):  # else the machine is back, with another id
+                with suppress(ConfigError):  # it never joined, or was removed by hand
+                    await asyncio.to_thread(self._authority.remove, node.name)
+        for node in alive - self._agents.keys():
+            self._agents[node] = asyncio.create_task(self._keep_agent(node))
+
+    async def _keep_agent(self, node: RayNode) -> None:
+        """Run the agent of a node until cancelled, or until the node is refused."""
+        while True:
+            log.info("ray_agent_asked_for name=%s gpus=%g cpus=%g", node.name, node.num_gpus, node.num_cpus)
+            actor = (
+                ray.remote(NodeActor)
+                .options(
+                    num_gpus=node.num_gpus,
+                    num_cpus=0 if node.num_gpus else node.num_cpus,
+                    max_restarts=-1,
+                    max_task_retries=-1,  # `serve` is called again in the process that replaces a dead one
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node.ray_id, soft=False),
+                )
+                .remote()
+            )
+            try:
+                await actor.__ray_ready__.remote()  # it may wait for GPUs, for longer than a token lasts
+                token = await asyncio.to_thread(self._new_token, node.name)
+                log.info("ray_agent_starting name=%s address=%s", node.name, node.address)
+                await actor.serve.remote(NodeOrder(self._config_of(node), self._head, node.name, token))
+            except JoinRefused as error:
+                log.warning("ray_agent_refused name=%s reason=`%s`", node.name, _cause(error))
+                return
+            except Exception as error:  # Ray raises what the actor does, and errors of its own
+                log.warning(
+                    "ray_agent_failed name=%s retry_s=%g reason=`%s`", node.name, RETRY_S, _cause(error)
+                )
+            finally:
+                with suppress(RayError):
+                    ray.kill(actor)
+            await asyncio.sleep(RETRY_S)
+
+    def _new_token(self, name: str) -> str:
+        """Return a token for a node. An earlier node of that name is gone, and perhaps its key with it."""
+        with suppress(ConfigError):
+            self._authority.remove(name)
+        return self._authority.new_token(TOKEN_S)
+
+    def _config_of(self, node: RayNode) -> HearthConfig:
+        """Return the settings of a node: those of the head, except what is about one machine."""
+        cluster, service = self._config.cluster, self._config.service
+        port = 0 if node.ray_id == self._own_id else parse_address(cluster.listen)[1]
+        return replace(
+            self._config,
+            service=replace(service, workers=None, device="cuda" if node.num_gpus else "cpu"),
+            cluster=replace(cluster, listen=_joined(node.address, port), address=None, labels=()),
+        )
+
+
+class NodeActor:
+    """The process of a node, started by Ray."""
+
+    def serve(self, order: NodeOrder) -> None:
+        """Run the agent, on the main thread: processes of the node end with the thread that started them."""
+        config = order.config
+        check_auth(config.cluster)
+        devices = resolve(config.service)
+        check_host_memory(config.store, devices)
+        with (
+            DataDir.hold(config.cluster.node_data_dir) as data_dir,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            logging.basicConfig(
+                filename=data_dir.log_path,
+                level=config.log.level.upper(),
+                format="%(asctime)s %(levelname)s %(name)s %(message)s",
+            )
+            process_log = ProcessLog(data_dir.log_path, to_stderr=False)
+
+            async def run() -> None:
+                rotation = LogRotation(data_dir.log_path)
+                credentials = await _credentials(order, data_dir.cluster_path)
+                template = WorkerTemplate(process_log.fd, config.service.start_s, lambda: None)
+                try:
+                    agent = Agent(config, devices, data_dir.path, credentials, process_log.fd, template)
+                    await agent.run()
+                finally:
+                    await rotation.close()
+
+            try:
+                runner.run(run())
+            finally:
+                process_log.close()
+
+
+async def _credentials(order: NodeOrder, path: Path) -> Credentials:
+    try:
+        return await join(order.head, order.token, order.name, path)
+    except JoinRefused:  # Ray calls `serve` again with the same token, which has expired
+        if (known := Credentials.open(path)) is None:
+            raise
+        return known
+
+
+def check_auth(cluster: ClusterConfig) -> None:
+    """Raises ConfigError if Ray would run the code of anyone who reaches its ports."""
+    if os.environ.get("RAY_AUTH_MODE") != "token" and not cluster.ray_without_auth:
+        raise ConfigError(
+            "Ray runs without authentication here: anyone who reaches its ports can run programs on all "
+            "its machines (CVE-2023-48022, CVE-2025-62593); start Ray and Hearth with RAY_AUTH_MODE=token "
+            "and one RAY_AUTH_TOKEN everywhere, or set `cluster.ray_without_auth` if only trusted machines "
+            "reach it"
+        )
+
+
+def _connect(cluster: ClusterConfig) -> None:
+    address = (cluster.manager or "").partition(":")[2] or "auto"
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        at = "of this machine" if address == "auto" else f"at {address}"
+        raise ConfigError(
+            f"the Ray cluster {at} cannot be used: {error}; start Ray on this machine with `ray start`, and "
+            "give Hearth the same RAY_AUTH_TOKEN"
+        ) from error
+
+
+def usable(nodes: list[dict[str, object]], min_cpus: int) -> list[RayNode]:
+    """Return the nodes alive that have GPUs, or else enough CPUs; `min_cpus` 0: only those with GPUs."""
+    found = []
+    for node in nodes:
+        resources = node["Resources"]
+        assert isinstance(resources, dict), f"{resources=}"
+        num_gpus, num_cpus = float(resources.get("GPU", 0.0)), float(resources.get("CPU", 0.0))
+        if node["Alive"] and (num_gpus or 0 < min_cpus <= num_cpus):
+            name, address = str(node["NodeName"]), str(node["NodeManagerAddress"])
+            found.append(RayNode(str(node["NodeID"]), address, _name_of(name), num_gpus, num_cpus))
+    return found
+
+
+def _name_of(ray_name: str) -> str:
+    """Return the name that a Ray node has in Hearth's cluster: by default its address, like 10-0-0-2."""
+    return re.sub(r"[^a-z0-9]+", "-", ray_name.lower())[:MAX_NAME_CHARS].strip("-")
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _cause(error: Exception) -> str:
+    """Return one line: what the actor raised, without the traceback that Ray adds."""
+    return str(getattr(error, "cause", None) or error).strip().partition("\n")[0].replace("`", "")

@@ -1,0 +1,144 @@
+"""The process that asks Ray for nodes. It is apart from the service because Ray ends it when Ray itself ends.
+
+Nodes that run then go on serving: they are connected to the head. The next process starts when Ray is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from asyncio.subprocess import Process
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from hearth.core.config import HearthConfig, load, plain
+from hearth.core.errors import ConfigError, HearthError, ServiceError, error_of
+from hearth.node import processes
+from hearth.system.die_with_parent import die_with_parent
+
+if TYPE_CHECKING:
+    from hearth.control.ray_cluster import RayNodes
+
+log = logging.getLogger(__name__)
+
+
+class RaySetup(msgspec.Struct, frozen=True):
+    sections: dict[str, dict[str, object]]  #: of the configuration, without models
+    cluster_path: str
+    uses_own_node: bool
+
+
+class RayProcess:
+    """Mutable; used on the event loop alone."""
+
+    def __init__(
+        self, config: HearthConfig, cluster_path: Path, errors: processes.ErrorFile, *, uses_own_node: bool
+    ) -> None:
+        """Arguments as in `RayNodes`. `errors`: the standard error of the process."""
+        sections = {name: section for name, section in plain(config).items() if name != "models"}
+        self._setup = RaySetup(sections, str(cluster_path), uses_own_node)  # type: ignore[arg-type] # of sections
+        self._manager, self._start_s = config.cluster.manager, config.service.start_s
+        self._errors = errors
+        self._process: Process | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def connect(self) -> None:
+        """Returns when Ray is reached and this machine is the head of a cluster. Raises HearthError."""
+        if find_spec("ray") is None:
+            raise ConfigError(
+                f"`cluster.manager` is {self._manager}, but Ray is not installed; install "
+                "`hearth-inference[ray]` on all machines"
+            )
+        self._process = await processes.spawn("hearth.control.ray_process", self._setup, self._errors)
+        assert self._process.stdout is not None, "asked for a pipe"
+        try:
+            line = await asyncio.wait_for(self._process.stdout.readline(), self._start_s)
+        except TimeoutError:
+            processes.kill(self._process)
+            raise ServiceError(
+                f"Ray was not reached within {self._start_s:g} s; look at `ray status`, or raise "
+                "`service.start_s`"
+            ) from None
+        answer = json.loads(line) if line else {"error": "", "reason": "Ray ended the process that asks it"}
+        if "error" in answer:
+            await processes.end(self._process)
+            raise error_of(answer["error"], answer["reason"])
+
+    def start(self) -> None:
+        """Have nodes started. Call it when the head listens."""
+        self._go()
+        self._keeping = processes.run_vital(self._keep())
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._process is not None:
+            await processes.end(self._process)
+
+    async def _keep(self) -> None:
+        num_short_lives = 0
+        while True:
+            assert self._process is not None, "it was started before"
+            began_s = time.monotonic()
+            code = await self._process.wait()
+            is_short = time.monotonic() - began_s < processes.SHORT_LIFE_S
+            num_short_lives = num_short_lives + 1 if is_short else 0
+            delay_s = processes.restart_delay_s(num_short_lives)
+            log.error("ray_process_ended code=%d next_try_s=%g", code, delay_s)
+            await asyncio.sleep(delay_s)
+            try:
+                await self.connect()
+            except (HearthError, OSError) as error:
+                log.error("ray_not_reached reason=%s", error)
+            else:
+                self._go()
+
+    def _go(self) -> None:
+        assert self._process is not None, "it was started before"
+        assert self._process.stdin is not None, "asked for a pipe"
+        self._process.stdin.write(b"\n")
+
+
+def main() -> int:
+    die_with_parent()
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=RaySetup)
+    config = load(
+        None, {f"{name}.{key}": one for name, part in setup.sections.items() for key, one in part.items()}
+    )
+    logging.basicConfig(
+        level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    # Not at the top: the service imports this file. And the classes of actors must not be in `__main__`.
+    from hearth.control.ray_cluster import RayNodes
+
+    try:
+        nodes = RayNodes(config, Path(setup.cluster_path), uses_own_node=setup.uses_own_node)
+    except HearthError as error:
+        print(json.dumps({"error": error.label, "reason": str(error)}), flush=True)
+        return 1
+    print("{}", flush=True)
+    os.dup2(2, 1)  # what Ray prints is read from there
+    if sys.stdin.buffer.readline():  # the head listens
+        asyncio.run(_follow(nodes))
+    return 0
+
+
+async def _follow(nodes: RayNodes) -> None:
+    """Run until the head closes standard input. Raises what ends it before."""
+    following = asyncio.create_task(nodes.follow())
+    closed = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
+    await asyncio.wait((following, closed), return_when=asyncio.FIRST_COMPLETED)
+    if following.done():
+        following.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
