@@ -95,7 +95,7 @@ async def heading(rig: GatewayRig, data_dir: DataDir) -> AsyncIterator[HeadRig]:
         rig.driver,
         LinkReceiver(rig.catalog, rig.driver, decoder),
         HearthConfig(cluster=ClusterConfig(listen="127.0.0.1:0")),
-        rig.catalog.places,
+        lambda: {MODEL: "/models/it", **rig.catalog.places()},
         rig.keeper.node_reported,
         rig.metrics,
     )
@@ -204,6 +204,45 @@ def test_sources_and_tickets_are_told(data_dir: DataDir) -> None:
         own = await two.receive()
         assert isinstance(own, TicketGranted)
         assert (own.host, own.port) == ("", head.port), "a node knows how it reaches the head"
+
+    play(data_dir, scene)
+
+
+def test_a_node_forgets_what_was_removed_and_reports_no_endless_masks(data_dir: DataDir) -> None:
+    async def scene(head: HeadRig) -> None:
+        one, _ = await head.join("gpu-1")
+        removed = Digest("e" * 64)
+        one.send(ChunksHeld((HeldChunks(removed, b"\x01", b""), HeldChunks(MODEL, b"\xff" * (1 << 20), b""))))
+        assert await one.receive() == ForgetChunks(removed)
+        two, _ = await head.join("gpu-2")
+        for digest in (removed, MODEL):
+            two.send(AskSources(1, digest))
+            assert await two.receive() == Sources(1, ())
+
+    play(data_dir, scene)
+
+
+@pytest.mark.parametrize("seat", ["wfoo", "w0/../w1", "w1234567", "w0.x", ""])
+def test_a_worker_of_another_name_is_refused(data_dir: DataDir, seat: str) -> None:
+    async def scene(head: HeadRig) -> None:
+        _, welcome = await head.join()
+        assert await (await head.open_worker(welcome.node, seat)).receive() is None
+        assert not head.rig.driver.fleet.workers
+
+    play(data_dir, scene)
+
+
+def test_a_worker_that_has_left_is_not_linked_again(data_dir: DataDir) -> None:
+    async def scene(head: HeadRig) -> None:
+        _, welcome = await head.join()
+        first = await head.open_worker(welcome.node)
+        while not head.rig.driver.fleet.workers:
+            await asyncio.sleep(0.005)
+        first.close()
+        while head.rig.driver.fleet.workers:
+            await asyncio.sleep(0.005)
+        assert await (await head.open_worker(welcome.node)).receive() is None
+        assert not head.rig.driver.fleet.workers
 
     play(data_dir, scene)
 

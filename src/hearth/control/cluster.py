@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +36,9 @@ from hearth.node.tickets import TicketIssuer
 from hearth.node.worker_seat import WorkerStatus
 from hearth.policy.fleet import events
 
+#: Of a node's report of a model: 2 TiB in chunks of 16 MiB.
+MAX_MASK_BYTES = 16 << 10
+
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +51,7 @@ class RemoteNode:
         self.num_silent_pulses = 0
         self.links: dict[WorkerId, FrameLink] = {}
         self.hellos: dict[WorkerId, WorkerHello] = {}
+        self.past_workers: set[WorkerId] = set()  #: linked in this life, each once
         self.held: dict[Digest, messages.HeldChunks] = {}
         self.speeds: dict[NodeId, messages.LinkSpeed] = {}
         self.pulse = messages.NodePulse(0, (), 0)
@@ -69,7 +75,7 @@ class RemoteNode:
         ]
 
     def device_share(self, seat: int) -> float:
-        return 1.0 / self.hello.num_sharing
+        return 1.0 / max(1, self.hello.num_sharing)
 
     def trouble(self) -> str | None:
         return None if self.pulse.trouble is None else f"on node {self.node_id}: {self.pulse.trouble}"
@@ -179,7 +185,7 @@ class Cluster:
         self._metrics.node_up.labels(hello.name).set(1)
         log.info("node_joined node=%s host=%s devices=`%s`", node_id, channel.host, ", ".join(hello.devices))
         try:
-            while (message := await channel.receive()) is not None:
+            while (message := await channel.receive()) is not None and node_id in self._joined:
                 node.num_silent_pulses = 0
                 self._take(node, message)
         finally:
@@ -212,18 +218,33 @@ class Cluster:
                 node.pulse = message
                 node.channel.send(messages.HeadPulse(number))
             case messages.ChunksHeld(models):
-                node.held |= {held.model: held for held in models}
-                self._residency_changed(node.node_id, models)
+                self._chunks_held(node, models)
             case messages.LinksMeasured(links):
-                node.speeds |= {link.source: link for link in links}
                 for link in links:
-                    self._link_measured(link, node.node_id)
+                    is_known = link.source == LOCAL or link.source in self._joined
+                    if is_known and 0 < link.bytes_per_s < math.inf:
+                        node.speeds[link.source] = link
+                        self._link_measured(link, node.node_id)
             case messages.AskSources(number, model):
                 node.channel.send(messages.Sources(number, self._sources(model, node.node_id)))
             case messages.AskTicket(number, target):
                 node.channel.send(self._ticket(number, target, node.node_id))
             case _:
                 node.channel.abort(f"a node does not send {type(message).__name__}")
+
+    def _chunks_held(self, node: RemoteNode, models: Sequence[messages.HeldChunks]) -> None:
+        """Note what a node has, and have it forget what was removed while it was away."""
+        known = self._places()
+        for held in models:
+            if held.model not in known and any(held.host + held.disk):
+                node.channel.send(messages.ForgetChunks(held.model))
+        kept = [
+            held
+            for held in models
+            if held.model in known and max(len(held.host), len(held.disk)) <= MAX_MASK_BYTES
+        ]
+        node.held |= {held.model: held for held in kept}
+        self._residency_changed(node.node_id, kept)
 
     def _link_measured(self, link: messages.LinkSpeed, target: NodeId) -> None:
         self._driver.post(
@@ -236,9 +257,14 @@ class Cluster:
             self._metrics.cluster_stale.inc()  # of an earlier life
             log.info("worker_refused worker=%s reason=`its node has another life`", worker)
             return
-        if not worker.startswith(f"{opened.node}/w"):
-            log.warning("worker_refused worker=%s reason=`its node is %s`", worker, opened.node)
+        is_well_named = (
+            re.fullmatch(rf"{re.escape(opened.node)}/w\d{{1,6}}(\.\d{{1,9}})?", worker) is not None
+        )
+        is_full = len(node.links) >= 2 * len(node.hello.devices)  # a successor may be early
+        if not is_well_named or worker in node.past_workers or is_full or opened.hello.budget_bytes <= 0:
+            log.warning("worker_refused worker=%s reason=`not a new one of node %s`", worker, opened.node)
             return
+        node.past_workers.add(worker)
         link = FrameLink(worker, self)
         try:
             link_over(channel, link)
@@ -257,6 +283,8 @@ class Cluster:
         log.warning("node_lost node=%s reason=%s", node.node_id, reason)
         node.end_links(f"was lost with its node ({reason})")
         node.channel.close()
+        for other in self._joined.values():
+            other.speeds.pop(node.node_id, None)
         self._driver.node_lost(node.node_id)
 
     async def _watch(self) -> None:

@@ -27,7 +27,7 @@ class Nodes:
 
     def outage(self) -> NoWorkers | None:
         """Return the error of requests while no worker comes up; None: one is up, or may come up."""
-        if any(node.workers() for node in self.others.values()):
+        if any(one.state != "failing" for node in self.others.values() for one in node.workers()):
             return None
         return self.local.supervisor.outage()
 

@@ -48,14 +48,6 @@ class Rung(StrEnum):
     OBJECT = "object"
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where bytes are."""
-
-    node: NodeId
-    rung: Rung
-
-
 class Hold(IntEnum):
     """How firmly a model is held in memory, weakest first. An int, because books are indexed with it."""
 

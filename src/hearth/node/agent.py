@@ -277,7 +277,7 @@ class Agent:
     async def ticket(self, node: NodeId) -> messages.TicketGranted:
         answer = await self._ask(lambda number: messages.AskTicket(number, node))
         assert isinstance(answer, messages.TicketGranted), f"{answer=}"
-        return answer if answer.host else msgspec.structs.replace(answer, host=self._host)
+        return answer if answer.host else msgspec.structs.replace(answer, host=self._host, port=self._port)
 
     async def _ask(
         self, question: Callable[[int], messages.AskSources | messages.AskTicket]
@@ -333,7 +333,11 @@ class Agent:
 
     async def _open(self, link: FrameLink, relay: WorkerRelay) -> None:
         try:
-            relay.open(await self._connect())
+            channel = await self._connect()
+            if link not in self._relays:  # the worker has left meanwhile
+                channel.close()
+                return
+            relay.open(channel)
         except (HearthError, OSError) as error:
             log.warning("worker_not_connected worker=%s reason=%s", link.worker, error)
             link.abort()

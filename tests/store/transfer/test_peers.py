@@ -369,7 +369,7 @@ class TestFailures:
                 lost.node.name: holding(model, all_chunks(model)),
                 good.node.name: holding(model, range(1, len(all_chunks(model)))),
             }
-            with pytest.raises(StoreError, match=r"chunk 0 of .* cannot be had: no node can send"):
+            with pytest.raises(StoreError, match=r"chunk 0 of .* could not be read: no node can send"):
                 load(store, source, [0])
             del cluster.said[good.node.name]
             assert load(store, source) == (weights(source), ["a"] * len(all_chunks(model)))

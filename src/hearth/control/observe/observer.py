@@ -236,7 +236,7 @@ class Observer:
         """Charge a device's time since the last report to the models that hold its memory."""
         seconds = now_s - self._reported_s.get(worker, now_s)
         self._reported_s[worker] = now_s
-        per_byte_s = seconds * self._device_share(worker) / pong.budget_bytes
+        per_byte_s = seconds * self._device_share(worker) / max(1, pong.budget_bytes)
         for model, num_bytes in held_bytes(pong).items():
             if (series := self._metrics.models.find(model)) is not None:
                 series.device_s += num_bytes * per_byte_s

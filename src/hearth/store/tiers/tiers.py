@@ -138,7 +138,10 @@ class Tiers:
                 return opened.model
         if digest not in self._known:
             raise ModelNotOpen(f"no model {digest} is known on this node")
-        return self.open(self._known[digest])
+        model = self.open(self._known[digest])
+        if model.manifest.digest != digest:
+            raise ModelNotOpen(f"`{self._known[digest]}` holds another version than {digest}")
+        return model
 
     def resolve(self, where: str) -> str:
         """Keep the description of what a URL holds now, and return the address of that version, for `open`.

@@ -227,7 +227,9 @@ class Fetcher:
     def _gives_way(self, fetch: Fetch) -> bool:
         if not fetch.is_prefetch or self.book.is_resident(fetch.model.manifest.chunk_ids[fetch.todo[0]]):
             return False
-        return any(one.todo and not one.is_prefetch for one in self._round_robin)
+        loads = (one for one in self._round_robin if one.todo and not one.is_prefetch)
+        # A load that waits for another node or object storage does not use the disk.
+        return any(not self._is_far(one, one.todo[0]) for one in loads)
 
     def _take(self, fetch: Fetch) -> bool:
         """Schedule the load's next chunk; return False if there is no cell for it now."""

@@ -135,7 +135,7 @@ class PeerServer:
             if is_encrypted:
                 session.encrypt(tls_context(credentials, ssl.PROTOCOL_TLS_SERVER))
             session.run()
-        except (OSError, msgspec.MsgspecError, StoreError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, StoreError) as error:
             if not self._is_closing:
                 log.warning("peer_dropped reason=%s", error)
         finally:

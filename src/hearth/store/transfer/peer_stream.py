@@ -202,7 +202,9 @@ class PeerStream:
         while not line.endswith(b"\n"):
             if len(line) == MAX_LINE_BYTES:
                 raise ConnectionError("an error without an end came")
-            line += self._socket.recv(1)
+            if not (part := self._socket.recv(1)):
+                raise ConnectionError("it closed in the middle of an error")
+            line += part
         try:
             return msgspec.json.decode(line, type=_PeerFailure).error
         except msgspec.MsgspecError as error:

@@ -202,7 +202,7 @@ class Peers:
                     raise _none_has(f"chunk {want.index} of {want.model.url}", failures)
                 if not is_wanted():
                     raise LoadCancelled(f"chunk {want.index} of {want.model.url} is not needed any more")
-        except StoreError:
+        except BaseException:
             with self._lock:
                 if want in self._wants:
                     self._wants.remove(want)
