@@ -38,6 +38,8 @@ from hearth.node.worker_template import WorkerTemplate
 #: Between two pulses. A peer that sends nothing for `MAX_SILENT_PULSES` of them is lost.
 PULSE_S, MAX_SILENT_PULSES = 0.5, 6
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
+#: Between two looks at the certificate's age, besides those before each connection.
+RENEWAL_S = 86400.0
 #: Time for the head to answer a question of the keeper.
 ANSWER_S = 5.0
 #: Models in one message about chunks, which has a limit of bytes.
@@ -160,7 +162,12 @@ class Agent:
         self._channel, self._node, self._silent_pulses = channel, welcome.node, 0
         tasks = [
             asyncio.create_task(work)
-            for work in (self._receive(channel), self._pulse(channel), self._work(channel, welcome))
+            for work in (
+                self._receive(channel),
+                self._pulse(channel),
+                self._work(channel, welcome),
+                self._renew(),
+            )
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -178,6 +185,11 @@ class Agent:
                 self._local.tickets = None
                 await self._stop_workers()
             channel.close()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEWAL_S)
+            self._credentials = await renew_if_due(self._credentials)
 
     async def _work(self, channel: Channel, welcome: messages.NodeWelcome) -> None:
         """Run keeper and workers; report what the keeper has. Raises HearthError if they cannot run."""

@@ -13,6 +13,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -39,6 +40,8 @@ from hearth.store.transfer.peer_stream import (
 )
 
 MAX_CONNECTIONS = 256
+#: After this a receiver needs another ticket.
+MAX_SESSION_S = 300.0
 #: A receiver that takes no bytes for so long is cut off. It is told ten times in this time that its chunk is
 #: still being read.
 STALL_S = 10.0
@@ -164,11 +167,13 @@ class _Receiver:
         self._socket = context.wrap_socket(self._socket, server_side=True)
 
     def run(self) -> None:
+        """Answer requests until the other side closes, or needs another ticket: it may have been removed."""
+        until_s = time.monotonic() + MAX_SESSION_S
         while True:
             set_patience(self._socket, IDLE_S)
             line = self._read_line()
             set_patience(self._socket, self._stall_s)
-            if line is None:
+            if line is None or time.monotonic() > until_s:
                 return
             request = msgspec.json.decode(line, type=PeerRequest)
             try:

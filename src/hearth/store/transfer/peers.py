@@ -272,8 +272,12 @@ class Peers:
             return None
 
     def _put_idle(self, name: NodeId, stream: PeerStream) -> None:
+        now_s = time.monotonic()
         with self._lock:
-            self._node(name).idle.append((time.monotonic(), stream))
+            self._node(name).idle.append((now_s, stream))
+            for node in self._nodes.values():  # also of nodes that are gone
+                while node.idle and now_s - node.idle[0][0] > IDLE_S:
+                    node.idle.pop(0)[1].close()
 
     def close(self) -> None:
         with self._lock:
