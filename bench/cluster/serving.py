@@ -108,9 +108,9 @@ def lost(num_rounds: int) -> Iterator[Figure]:
     killed = Figure("a node is killed: to the next token of its stream", "s", "at most 5 s")
     cut_off = Figure("a node is stopped: to the next token of its stream", "s", "at most 5 s")
     ways = {signal.SIGKILL: killed, signal.SIGSTOP: cut_off}
-    names = iter([f"m{number}" for number in range(num_rounds * len(ways))])
     prompts = Prompts(512, PROMPT_TOKENS)
     configs = {f"m{number}": SMALL for number in range(num_rounds * len(ways))}
+    names = iter(configs)
     with members(configs, num_workers=1) as both:
         for _ in range(num_rounds):
             for number, figure in ways.items():
@@ -173,7 +173,7 @@ def tokens(num_rounds: int) -> Iterator[Figure]:
 
 def _stream(both: Members, node: str, model: str, prompts: Prompts, num_tokens: int) -> float:
     both.use(node)
-    # A drained node has evicted the model.
+    # The model is loaded there then, and the drain has taken effect.
     (warm,) = asyncio.run(in_turn(both.service.port, [completion(model, prompts.take(1)[0], 8)]))
     worker = both.service.client.explain(good(warm.reply).reply.request_id).worker
     if not any(one.worker == worker and one.node == node for one in both.service.client.ps().workers):
