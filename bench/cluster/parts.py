@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -142,9 +142,6 @@ def shaped(num_rounds: int) -> Iterator[Figure]:
                 two.values.append(both / one.values[-1])
                 tell(f"{how}, round {number}: {one.values[-1]:.4f} GB/s of {bound:g}, two {both:.4f}")
         yield from (one, two)
-
-
-PARTS: Mapping[str, Callable[[int], Iterator[Figure]]] = {"loopback": loopback, "shaped": shaped}
 
 
 class Bench:
