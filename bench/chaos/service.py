@@ -17,7 +17,7 @@ import torch
 
 from bench.random_model import write_random
 from bench.service.client import metrics_of
-from bench.service.process import Service, children, command_of, serving
+from bench.service.process import ProcessId, Service, children, command_of, descent, serving
 from bench.soak.setting import CONFIG, NUM_WORKERS, flags
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.deploy import DeployOrder
@@ -84,18 +84,6 @@ class Keys:
         return Keys(*(keys.add(data_dir.keys_path, name, "user") for name in ("honest", "hostile")))
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """A process, told from a later one with the same number by its start."""
-
-    pid: int
-    started_ticks: int
-
-    @property
-    def is_alive(self) -> bool:
-        return started_ticks(self.pid) == self.started_ticks
-
-
 @dataclass(slots=True)
 class Absence:
     """A time in which no gateway was there. Mutable; written by `ServiceUnderTest`."""
@@ -136,7 +124,7 @@ class ServiceUnderTest:
     def stop(self) -> None:
         """End the last life as an operator would."""
         assert self._life is not None, "it was started"
-        ids = self.process_ids()
+        ids = descent(self.service.process.pid)
         self._life.close()
         self._log.close()
         self._check_gone(ids)
@@ -155,7 +143,7 @@ class ServiceUnderTest:
 
     async def kill_gateway(self) -> None:
         """Kill the gateway, start the next one, and check that nothing of the first is left."""
-        ids = self.process_ids()
+        ids = descent(self.service.process.pid)
         absence = Absence(time.perf_counter())
         self.absences.append(absence)
         self.is_up.clear()
@@ -181,15 +169,6 @@ class ServiceUnderTest:
                 found["keeper"].append(pid)
             elif "hearth.worker" in command and "hearth.worker.template" not in command:
                 found["worker"].append(pid)
-        return found
-
-    def process_ids(self) -> dict[str, ProcessId]:
-        """Return the gateway and all that descends from it, deployments too, by command."""
-        found, pids = {}, [self.service.process.pid]
-        for pid in pids:  # grows as it goes
-            if (ticks := started_ticks(pid)) is not None:
-                found[f"{command_of(pid)} ({pid})"] = ProcessId(pid, ticks)
-                pids += children(pid)
         return found
 
     async def num_tasks(self) -> int:
@@ -239,15 +218,6 @@ def running(place: Path, models: Models, object_url: str) -> Iterator[tuple[Serv
         yield service, made
     finally:
         service.stop()
-
-
-def started_ticks(pid: int) -> int | None:
-    """Return when a process started, since the machine did; None if it has ended."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state == "Z" else int(fields[18])
 
 
 def free_port() -> int:

@@ -18,9 +18,9 @@ from bench.chaos.flatness import Flatness, Look, growth
 from bench.chaos.outcome import Ending, Verdict, judge
 from bench.chaos.report import FELT_S, Span, compared, endings, errors
 from bench.chaos.schedule import windows
-from bench.chaos.service import ProcessId, started_ticks
 from bench.failing_disk import allow_writes, failing_writes
 from bench.service.client import Reply
+from bench.service.process import ProcessId, started_ticks
 from bench.soak.load import Reference
 from bench.soak.watch import SLACK, Sample
 
