@@ -218,10 +218,14 @@ def test_a_worker_that_is_given_up_while_it_is_forked_is_not_taken_for_the_next(
         rig.runner.run(give_up())
     finally:
         os.close(beacon)
-    worker = rig.start()
-    assert worker is not None
-    assert rig.code(worker) == 1, "as its setup is invalid: it is the one that got it"
-    assert (rig.template.pid, rig.fallbacks) == (before, [])
+    worker = rig.fork()
+    assert (
+        Path(f"/proc/{worker.pid}/fd/0").readlink()
+        == Path(f"/proc/self/fd/{worker.stdin.fileno()}").readlink()
+    )
+    assert rig.template.pid == before
+    worker.kill()
+    assert rig.code(worker) == -signal.SIGKILL
 
 
 def test_a_killed_template_harms_no_worker_and_is_replaced(rig: Rig) -> None:
