@@ -1,7 +1,7 @@
 """Does the service keep its word while everything happens at once? Ten minutes of faults and attackers.
 
 python -m bench.chaos [--save] [--minutes N] [--seed N] [--per-second N] [--only NAME ...]
-                      [--without NAME ...] [--journal FILE]
+                      [--without NAME ...] [--journal FILE] [--cluster]
 
 Processes are killed and stopped, writes fail, an object store is slow or lies, and hostile clients attack,
 while honest ones ask models that take turns and compare every token with what was answered undisturbed. Each
@@ -9,6 +9,9 @@ request must end exactly once, with the right answer or an error that says why. 
 attackers, with the same faults: what honest clients feel of them is the difference. After the first two
 minutes memory, descriptors, threads and tasks must not grow, events must replay, and of a killed gateway
 nothing may be left.
+
+With --cluster two nodes join the service, which then has one worker of its own. Nodes, too, are killed,
+stopped, drained and cut off. After each window all of them must serve again.
 
 Exits with 1 if any of this does not hold. How much slower honest clients are is told, not judged.
 """
@@ -35,8 +38,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.chaos.attackers import ATTACKERS, SERVED, UNDER_WAY
 from bench.chaos.clients import HonestClients, learn, violations
-from bench.chaos.faults import FAULTS, Scene
+from bench.chaos.faults import FAULTS, NODE_FAULTS, Scene
 from bench.chaos.flatness import Flatness, growth
+from bench.chaos.nodes import NAMES
 from bench.chaos.object_store import serving_models
 from bench.chaos.report import Span, as_json, compared, endings, errors, rows
 from bench.chaos.schedule import Window, windows
@@ -98,6 +102,8 @@ class Run:
             await attacking
         await asyncio.gather(*striking)
         await self.clients.wait_ended()
+        if self.service.nodes is not None:
+            await self.scene.wait_nodes(NAMES)
 
     async def look(self) -> None:
         """Look at all processes while nobody asks, after the window that has just ended."""
@@ -179,10 +185,11 @@ async def _sleep_until(at_s: float) -> None:
 def main() -> None:
     given = parsed()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and the service ends, too
-    names = [name for name in given.only or [*FAULTS, *ATTACKERS] if name not in given.without]
+    known = [*FAULTS, *(NODE_FAULTS if given.cluster else ())]
+    names = [name for name in given.only or [*known, *ATTACKERS] if name not in given.without]
     options = Options(
         *(given.minutes, given.seed, given.per_s),
-        faults=[name for name in names if name in FAULTS],
+        faults=[name for name in names if name in known],
         attackers=[name for name in names if name in ATTACKERS],
     )
     with tempfile.TemporaryDirectory(prefix="hearth-chaos-") as folder:
@@ -190,7 +197,7 @@ def main() -> None:
         tell("models and a service")
         models = Models.write(place)
         with serving_models(models.far) as store:
-            with running(place, models, store.url) as (service, keys):
+            with running(place, models, store.url, is_cluster=given.cluster) as (service, keys):
                 scene = Scene(service, store, models)
                 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                     run = runner.run(chaos(service, keys, scene, options))
@@ -198,10 +205,12 @@ def main() -> None:
             differences = list(service.journal_differences())
             if given.journal is not None:
                 keep_journal(max(service.journals(), key=lambda path: path.stat().st_size), given.journal)
-    setting = {**asdict(options), "workers": NUM_WORKERS, "fitting": NUM_FITTING, "models": len(MODELS)}
+    workers = {"workers": 1, "nodes": len(NAMES)} if given.cluster else {"workers": NUM_WORKERS}
+    setting = {**asdict(options), **workers, "fitting": NUM_FITTING, "models": len(MODELS)}
     found = figures(run)
     wrong = [*broken_promises(run), *differences]
-    emit("chaos", {"setting": setting, **found, "violations": wrong}, save=given.save)
+    name = "chaos_cluster" if given.cluster else "chaos"
+    emit(name, {"setting": setting, **found, "violations": wrong}, save=given.save)
     sys.exit(1 if wrong else 0)
 
 
@@ -240,9 +249,10 @@ def parsed() -> Namespace:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1, help="one seed, one schedule of faults")
     parser.add_argument("--per-second", type=float, default=4.0, dest="per_s", help="honest questions")
-    names = [*FAULTS, *ATTACKERS]
+    names = [*FAULTS, *NODE_FAULTS, *ATTACKERS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of: {', '.join(names)}")
     parser.add_argument("--without", nargs="+", choices=names, metavar="NAME", default=[])
+    parser.add_argument("--cluster", action="store_true", help="with two nodes, and their faults")
     parser.add_argument(
         "--journal", type=Path, metavar="FILE", help="keep that of the longest life, compressed"
     )

@@ -8,21 +8,25 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
 from bench.bad_server import BadServer
+from bench.chaos.nodes import NAMES, Nodes
 from bench.chaos.object_store import LIES, SLOWNESS, behaving
 from bench.chaos.schedule import Strike
 from bench.chaos.service import FAR_MODELS, SPARE_MODEL, Models, ServiceUnderTest
 from bench.failing_disk import allow_writes, failing_writes
 from bench.service.client import Reply, ask, request, with_key
+from bench.service.process import descent
 
 #: How long what passes by itself lasts.
 PAUSE_S, GATEWAY_PAUSE_S = (2.0, 4.0), (0.5, 2.0)
 STORE_S, DISK_S = 6.0, 6.0
+NODE_PAUSE_S = 5.0  #: a node is lost after 3 s
+DRAIN_S, CUT_S = (3.0, 6.0), (0.5, 2.0)
 #: A process that hangs is replaced within this, on a busy machine too.
 FOUND_S = 60.0
 #: What an operator's order may be answered with while the disk fails.
@@ -55,7 +59,7 @@ class Scene:
         await self.service.is_up.wait()
         began_s = time.perf_counter()
         try:
-            await FAULTS[strike.fault](self, Random(strike.seed))
+            await {**FAULTS, **NODE_FAULTS}[strike.fault](self, Random(strike.seed))
         except (OSError, RuntimeError, ValueError) as error:
             self.violate(began_s, f"{strike.fault} could not be carried out: {error!r}")
         self.counts[strike.fault] += 1
@@ -70,6 +74,22 @@ class Scene:
         """Return one of the processes of a role; None where there is none at the moment."""
         pids = sorted(self.service.processes()[role])
         return random.choice(pids) if pids else None
+
+    @property
+    def nodes(self) -> Nodes:
+        assert self.service.nodes is not None, "faults of nodes need --cluster"
+        return self.service.nodes
+
+    async def wait_nodes(self, names: Sequence[str]) -> None:
+        """Wait until nodes serve, whatever has struck them."""
+        began_s, found = time.perf_counter(), []
+        while time.perf_counter() < began_s + FOUND_S:
+            await self.service.is_up.wait()
+            found = json.loads((await self.order("GET", "/hearth/nodes")).body)
+            if set(names) <= {one["name"] for one in found if one["num_ready_workers"]}:
+                return
+            await asyncio.sleep(_LOOK_S)
+        self.violate(began_s, f"nodes {', '.join(names)} do not serve after {FOUND_S:.0f} s: {found}")
 
     async def order(self, method: str, path: str, body: dict[str, object] | None = None) -> Reply:
         """Ask as the operator."""
@@ -137,6 +157,47 @@ async def fail_writes(scene: Scene, random: Random) -> None:
     await scene.order("DELETE", f"/hearth/models/{SPARE_MODEL}")
 
 
+async def kill_node(scene: Scene, random: Random) -> None:
+    """Kill an agent and start it again; nothing of its first life may be left when the second serves."""
+    name = random.choice(NAMES)
+    node = scene.nodes.nodes[name]
+    ids = descent(node.process.pid)
+    node.kill()
+    scene.nodes.start(name)
+    await scene.wait_nodes([name])
+    scene.service.check_gone(ids)
+
+
+async def pause_node(scene: Scene, random: Random) -> None:
+    """Stop an agent until the head has given it up."""
+    name = random.choice(NAMES)
+    await _pause(scene.nodes.nodes[name].process.pid, NODE_PAUSE_S)
+    await scene.wait_nodes([name])
+
+
+async def drain_node(scene: Scene, random: Random) -> None:
+    path = f"/hearth/nodes/{random.choice(NAMES)}/drain"
+    await scene.order("POST", path, {})
+    await asyncio.sleep(random.uniform(*DRAIN_S))
+    deadline_s = time.perf_counter() + FOUND_S
+    while (await scene.order("POST", path, {"undo": True})).status not in DONE:  # while the node is not up
+        if time.perf_counter() > deadline_s:
+            raise RuntimeError(f"it could not be had back in {FOUND_S:.0f} s")
+        await asyncio.sleep(_LOOK_S)
+
+
+async def cut_links(scene: Scene, random: Random) -> None:
+    """Cut all nodes off from the head, without a word to either."""
+    with scene.nodes.to_head.cut():
+        await asyncio.sleep(random.uniform(*CUT_S))
+
+
+async def cut_data(scene: Scene, random: Random) -> None:
+    """Cut all other stores off from that of a node, and have models fetched meanwhile."""
+    with scene.nodes.to_stores[random.choice(NAMES)].cut():
+        await _fetch_anew(scene, random.uniform(*CUT_S))
+
+
 FAULTS: dict[str, Callable[[Scene, Random], Awaitable[None]]] = {
     "worker_kill": kill_worker,
     "worker_pause": pause_worker,
@@ -149,6 +210,14 @@ FAULTS: dict[str, Callable[[Scene, Random], Awaitable[None]]] = {
     "disk_full": fail_writes,
     "store_slow": slow_store,
     "store_lies": lying_store,
+}
+#: With --cluster alone.
+NODE_FAULTS: dict[str, Callable[[Scene, Random], Awaitable[None]]] = {
+    "node_kill": kill_node,
+    "node_pause": pause_node,
+    "node_drain": drain_node,
+    "link_cut": cut_links,
+    "data_cut": cut_data,
 }
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.chaos.service import ProcessId, started_ticks
+from bench.service.process import ProcessId, started_ticks
 from bench.soak.watch import SHARE, SLACK, Sample, sampled
 
 #: A process that is younger is still starting, and says nothing.

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from random import SystemRandom
 from typing import IO
 
 import torch
 
+from bench.chaos.nodes import NAMES, Nodes, free_port
 from bench.random_model import write_random
 from bench.service.client import metrics_of
-from bench.service.process import Service, children, command_of, serving
-from bench.soak.setting import CONFIG, NUM_WORKERS, flags
+from bench.service.process import ProcessId, Service, children, command_of, descent, serving
+from bench.soak.setting import CONFIG, NUM_WORKERS, budget_bytes, flags
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.deployer import carry_out
@@ -42,8 +41,6 @@ SETTINGS = (
     # Room for one chunk: far models drive each other from the disk, and are fetched again and again.
     *("--set", f"store.disk_bytes={1 << 20}"),
 )
-#: Below those that Linux gives out by itself, so that nobody has it while the service starts again.
-PORTS = range(12_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +81,6 @@ class Keys:
         return Keys(*(keys.add(data_dir.keys_path, name, "user") for name in ("honest", "hostile")))
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """A process, told from a later one with the same number by its start."""
-
-    pid: int
-    started_ticks: int
-
-    @property
-    def is_alive(self) -> bool:
-        return started_ticks(self.pid) == self.started_ticks
-
-
 @dataclass(slots=True)
 class Absence:
     """A time in which no gateway was there. Mutable; written by `ServiceUnderTest`."""
@@ -107,8 +92,8 @@ class Absence:
 class ServiceUnderTest:
     """A service that is started again when its gateway was killed. Mutable; used on the event loop alone."""
 
-    def __init__(self, data_dir: DataDir, place: Path) -> None:
-        self.data_dir = data_dir
+    def __init__(self, data_dir: DataDir, place: Path, nodes: Nodes | None) -> None:
+        self.data_dir, self.nodes = data_dir, nodes
         self.port = free_port()
         self.absences: list[Absence] = []
         self.is_up = asyncio.Event()
@@ -121,12 +106,12 @@ class ServiceUnderTest:
 
     def start(self) -> None:
         """Start a life, and wait until all workers are ready."""
-        life = ExitStack()
+        life, nodes = ExitStack(), self.nodes
         self._service = life.enter_context(
             serving(
                 self.data_dir.path,
-                [*flags(self.data_dir), *SETTINGS],
-                num_workers=NUM_WORKERS,
+                [*flags(self.data_dir), *SETTINGS, *(() if nodes is None else nodes.head_flags)],
+                num_workers=NUM_WORKERS if nodes is None else 1,
                 port=self.port,
                 errors=self._log,
             )
@@ -136,10 +121,13 @@ class ServiceUnderTest:
     def stop(self) -> None:
         """End the last life as an operator would."""
         assert self._life is not None, "it was started"
-        ids = self.process_ids()
+        ids = descent(self.service.process.pid)
+        if self.nodes is not None:
+            ids |= {name: one for pid in self.nodes.pids() for name, one in descent(pid).items()}
+            self.violations += self.nodes.stop()
         self._life.close()
         self._log.close()
-        self._check_gone(ids)
+        self.check_gone(ids)
         if code := self.service.process.returncode:
             self.violations.append(f"the service ended with {code}, must be 0")
         self._keep_journal(self.data_dir.journal_path)
@@ -155,7 +143,7 @@ class ServiceUnderTest:
 
     async def kill_gateway(self) -> None:
         """Kill the gateway, start the next one, and check that nothing of the first is left."""
-        ids = self.process_ids()
+        ids = descent(self.service.process.pid)
         absence = Absence(time.perf_counter())
         self.absences.append(absence)
         self.is_up.clear()
@@ -165,7 +153,7 @@ class ServiceUnderTest:
         finally:
             absence.ended_s = time.perf_counter()
             self.is_up.set()
-        self._check_gone(ids)
+        self.check_gone(ids)
         sockets = [path.name for path in self.data_dir.run_path.glob("keeper-*.sock")]
         if sockets != [f"keeper-{self.service.process.pid}.sock"]:
             self.violations.append(f"sockets after a killed gateway: {sockets}, must be that of the new one")
@@ -173,23 +161,15 @@ class ServiceUnderTest:
 
     def processes(self) -> dict[str, list[int]]:
         """Return the processes that are there now, by role."""
-        gateway = self.service.process.pid
-        found: dict[str, list[int]] = {"gateway": [gateway], "keeper": [], "worker": []}
-        for pid in children(gateway):
-            command = command_of(pid)
-            if "hearth.store.keeper" in command:
-                found["keeper"].append(pid)
-            elif "hearth.worker" in command and "hearth.worker.template" not in command:
-                found["worker"].append(pid)
-        return found
-
-    def process_ids(self) -> dict[str, ProcessId]:
-        """Return the gateway and all that descends from it, deployments too, by command."""
-        found, pids = {}, [self.service.process.pid]
-        for pid in pids:  # grows as it goes
-            if (ticks := started_ticks(pid)) is not None:
-                found[f"{command_of(pid)} ({pid})"] = ProcessId(pid, ticks)
-                pids += children(pid)
+        gateway, agents = self.service.process.pid, [] if self.nodes is None else self.nodes.pids()
+        found: dict[str, list[int]] = {"gateway": [gateway], "keeper": [], "worker": [], "agent": agents}
+        for parent in (gateway, *agents):
+            for pid in children(parent):
+                command = command_of(pid)
+                if "hearth.store.keeper" in command:
+                    found["keeper"].append(pid)
+                elif "hearth.worker" in command and "hearth.worker.template" not in command:
+                    found["worker"].append(pid)
         return found
 
     async def num_tasks(self) -> int:
@@ -218,42 +198,38 @@ class ServiceUnderTest:
         self._life.close()
         self.start()
 
-    def _check_gone(self, ids: Mapping[str, ProcessId]) -> None:
-        """Note who has outlived the gateway. Host memory has no name, and is gone with its processes."""
-        self.violations += [f"{name} outlived its gateway" for name, one in ids.items() if one.is_alive]
+    def check_gone(self, ids: Mapping[str, ProcessId]) -> None:
+        """Note what outlived a gateway or agent. Host memory has no name, and is gone with its processes."""
+        self.violations += [
+            f"{name} outlived its gateway or agent" for name, one in ids.items() if one.is_alive
+        ]
 
     def _keep_journal(self, path: Path) -> None:
         shutil.copy(path, self._journals / f"{len(self.journals()):03}.jsonl")
 
 
 @contextmanager
-def running(place: Path, models: Models, object_url: str) -> Iterator[tuple[ServiceUnderTest, Keys]]:
-    """Run a service of all models on a data directory below `place`; it ends with the context, and well."""
+def running(
+    place: Path, models: Models, object_url: str, *, is_cluster: bool
+) -> Iterator[tuple[ServiceUnderTest, Keys]]:
+    """Run a service of all models on a data directory below `place`; it ends with the context, and well.
+
+    `is_cluster`: with one worker, and nodes beside it.
+    """
     data_dir = DataDir.open(place / "data")
     models.deploy(data_dir, object_url)
     made = Keys.make(data_dir)
-    service = ServiceUnderTest(data_dir, place)
+    memory = ("--memory", str(budget_bytes(data_dir)), "--host-memory", "64MiB")
+    join = ("--device", "cpu", *memory, *SETTINGS)
+    nodes = Nodes(place, data_dir.path, join) if is_cluster else None
+    service = ServiceUnderTest(data_dir, place, nodes)
     service.start()
     service.is_up.set()
     try:
+        if nodes is not None:
+            for name in NAMES:
+                nodes.start(name)
+            service.service.wait_ready(1 + len(NAMES))
         yield service, made
     finally:
         service.stop()
-
-
-def started_ticks(pid: int) -> int | None:
-    """Return when a process started, since the machine did; None if it has ended."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state == "Z" else int(fields[18])
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now: every life of the service has the same one."""
-    while True:
-        port = SystemRandom().choice(PORTS)
-        with socket.socket() as held, suppress(OSError):  # it is taken
-            held.bind(("127.0.0.1", port))
-            return port

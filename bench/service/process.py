@@ -27,6 +27,18 @@ _SCHEDULER_CLOCK = 2  #: Linux's number for the clock of a process that counts i
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process, told from a later one with the same number by its start."""
+
+    pid: int
+    started_ticks: int
+
+    @property
+    def is_alive(self) -> bool:
+        return started_ticks(self.pid) == self.started_ticks
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     url: str
     data_dir: Path
@@ -153,6 +165,25 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def started_ticks(pid: int) -> int | None:
+    """Return when a process started, since the machine did; None if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state == "Z" else int(fields[18])
+
+
+def descent(pid: int) -> dict[str, ProcessId]:
+    """Return a process and all that descends from it, by command."""
+    found, pids = {}, [pid]
+    for each in pids:  # grows as it goes
+        if (ticks := started_ticks(each)) is not None:
+            found[f"{command_of(each)} ({each})"] = ProcessId(each, ticks)
+            pids += children(each)
+    return found
 
 
 def _wait_answering(service: Service, deadline_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -15,12 +16,13 @@ import pytest
 from bench.chaos.clients import NUM_TOKENS, Asked, HonestClients, Probe, violations
 from bench.chaos.faults import FAULTS, Struck
 from bench.chaos.flatness import Flatness, Look, growth
+from bench.chaos.nodes import Passage
 from bench.chaos.outcome import Ending, Verdict, judge
 from bench.chaos.report import FELT_S, Span, compared, endings, errors
 from bench.chaos.schedule import windows
-from bench.chaos.service import ProcessId, started_ticks
 from bench.failing_disk import allow_writes, failing_writes
 from bench.service.client import Reply
+from bench.service.process import ProcessId, started_ticks
 from bench.soak.load import Reference
 from bench.soak.watch import SLACK, Sample
 
@@ -225,6 +227,34 @@ def test_one_seed_gives_one_schedule_with_the_same_faults_with_and_without_attac
         assert all(0.0 < strike.after_s < calm.seconds for strike in calm.strikes)
     assert {strike.fault for window in planned for strike in window.strikes} == set(FAULTS)
     assert not any(window.strikes for window in windows(1.0, 7, []))
+
+
+def test_a_passage_that_is_cut_ends_connections_and_takes_none_until_it_is_whole_again() -> None:
+    def open_one() -> socket.socket:
+        return socket.create_connection(("127.0.0.1", passage.port), 10.0)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        passage = Passage(listener.getsockname()[1])
+        try:
+            with open_one() as first:
+                first.sendall(b"there")
+                behind, _ = listener.accept()
+                with behind:
+                    assert behind.recv(5, socket.MSG_WAITALL) == b"there"
+                    behind.sendall(b"back")
+                    assert first.recv(4, socket.MSG_WAITALL) == b"back"
+                    with passage.cut():
+                        assert first.recv(1) == behind.recv(1) == b""
+                        with open_one() as second:
+                            assert second.recv(1) == b""
+                    listener.accept()[0].close()  # of the second one
+            with open_one() as third:
+                third.sendall(b"again")
+                behind, _ = listener.accept()
+                with behind:
+                    assert behind.recv(5, socket.MSG_WAITALL) == b"again"
+        finally:
+            passage.close()
 
 
 def test_writes_of_a_process_fail_and_then_work_again() -> None:

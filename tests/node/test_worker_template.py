@@ -203,6 +203,31 @@ def test_a_forked_worker_is_killed(rig: Rig, stopped: bool) -> None:
     worker.kill()  # for a second time, when nobody is there
 
 
+def test_a_worker_that_is_given_up_while_it_is_forked_is_not_taken_for_the_next(rig: Rig) -> None:
+    rig.fork().kill()  # there is a template
+
+    async def give_up() -> None:
+        forking = asyncio.create_task(rig.template.fork(setup_of(0, WorkerId("w0")), beacon))
+        await asyncio.sleep(0)  # it has sent its order
+        assert rig.template._num_unanswered == 1
+        forking.cancel()
+        await asyncio.gather(forking, return_exceptions=True)
+
+    beacon, before = new_beacon_file(), rig.template.pid
+    try:
+        rig.runner.run(give_up())
+    finally:
+        os.close(beacon)
+    worker = rig.fork()
+    assert (
+        Path(f"/proc/{worker.pid}/fd/0").readlink()
+        == Path(f"/proc/self/fd/{worker.stdin.fileno()}").readlink()
+    )
+    assert rig.template.pid == before
+    worker.kill()
+    assert rig.code(worker) == -signal.SIGKILL
+
+
 def test_a_killed_template_harms_no_worker_and_is_replaced(rig: Rig) -> None:
     worker, before = rig.fork(), rig.template.pid
     opened(worker)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import ssl
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.chaos.nodes import ClusterNode
 from hearth.core import wire
 from hearth.core.node_messages import VERSION, NodeHello, NodeRefused
 from tests.service.harness import (
@@ -24,7 +24,6 @@ from tests.service.harness import (
     Shelf,
     assert_ended,
     eventually,
-    hearth,
     run_hearth,
     running_services,
 )
@@ -34,38 +33,22 @@ MEMORY = ("--memory", "1GiB", "--host-memory", "256MiB")
 NUM_TOKENS, BREAKS_AT = 300, 20
 
 
-class ClusterNode:
-    """`hearth join` in a process of its own. Mutable; used by one test at a time."""
+def join(data_dir: Path, *flags: str) -> ClusterNode:
+    return ClusterNode(data_dir, *flags, "--device", "cpu", *MEMORY, "--set", "cluster.listen=127.0.0.1:0")
 
-    def __init__(self, data_dir: Path, *flags: str) -> None:
-        self.data_dir, self._output = data_dir, data_dir.parent / f"{data_dir.name}.out"
-        with self._output.open("ab") as output:
-            self.process = subprocess.Popen(
-                hearth(
-                    *("join", *flags, "--data-dir", str(data_dir), "--device", "cpu", *MEMORY),
-                    *("--set", "cluster.listen=127.0.0.1:0"),
-                ),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
 
-    def output(self) -> str:
-        return self._output.read_text(errors="replace")
+def stop(node: ClusterNode) -> int:
+    """No process of it may be left."""
+    children = psutil.Process(node.process.pid).children(recursive=True)
+    code = node.stop()
+    assert_ended(children)
+    return code
 
-    def stop(self) -> int:
-        """End it as an operator would; no process of it may be left."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(PATIENCE_S)
-        assert_ended(children)
-        return code
 
-    def kill(self) -> None:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
-        assert_ended(children)
+def kill(node: ClusterNode) -> None:
+    children = psutil.Process(node.process.pid).children(recursive=True)
+    node.kill()
+    assert_ended(children)
 
 
 class SmallCluster:
@@ -91,7 +74,7 @@ class SmallCluster:
         """A node that has joined before needs no token."""
         is_new = not (self.root / name).exists()
         words = (*self.invitation[1:], "--name", name) if is_new else ()
-        node = self.nodes[name] = ClusterNode(self.root / name, *words)
+        node = self.nodes[name] = join(self.root / name, *words)
         return node
 
     def wait_for(self, name: str) -> str:
@@ -117,7 +100,7 @@ class SmallCluster:
     def close(self) -> None:
         for node in self.nodes.values():
             if node.process.poll() is None:
-                assert node.stop() == 0, node.output()
+                assert stop(node) == 0, node.output()
         assert self.head.stop() == 0
 
 
@@ -210,7 +193,7 @@ def test_a_stream_goes_on_at_another_node(cluster: SmallCluster) -> None:
     whole_text = stream(cluster.head).text
     cluster.start("two")
     cluster.wait_for("two")
-    told = stream(cluster.head, cluster.nodes["one"].kill)
+    told = stream(cluster.head, lambda: kill(cluster.nodes["one"]))
     assert told.text == whole_text
     explained = cluster.head.explain(told.request_id)
     assert (explained["worker"], explained["num_resumes"]) == ("two/w0", 1)
@@ -221,19 +204,19 @@ def test_a_stream_goes_on_at_another_node(cluster: SmallCluster) -> None:
     assert "node `one` is down" in cluster.head.cli("doctor").stdout
     cluster.start("one")
     assert cluster.wait_for("one") == "one.1", "another life"
-    assert cluster.nodes["two"].stop() == 0
+    assert stop(cluster.nodes["two"]) == 0
 
 
 def test_a_node_that_was_stopped_returns_with_another_id(cluster: SmallCluster) -> None:
     before = cluster.wait_for("one")
     whole_text = stream(cluster.head).text
 
-    def stop() -> None:
+    def pause() -> None:
         cluster.drain("local", undo=True)
         cluster.nodes["one"].process.send_signal(signal.SIGSTOP)
 
     try:
-        told = stream(cluster.head, stop)  # the agent relays nothing, so it waits until the node is lost
+        told = stream(cluster.head, pause)  # the agent relays nothing, so it waits until the node is lost
         assert told.text == whole_text
         assert cluster.head.explain(told.request_id)["num_resumes"] == 1
     finally:
@@ -255,13 +238,13 @@ def test_nodes_return_to_a_head_that_was_restarted(cluster: SmallCluster) -> Non
 
 
 def test_a_name_belongs_to_one_machine(cluster: SmallCluster) -> None:
-    other = ClusterNode(cluster.root / "other", *cluster.invitation[1:], "--name", "one")
+    other = join(cluster.root / "other", *cluster.invitation[1:], "--name", "one")
     assert other.process.wait(PATIENCE_S) == 1
     assert "another node of the cluster is called `one`" in other.output()
     shutil.copytree(cluster.root / "one" / "cluster", cluster.root / "copied" / "cluster")
-    copied = ClusterNode(cluster.root / "copied")
+    copied = join(cluster.root / "copied")
     eventually("it is refused", lambda: "a node called `one` is up" in copied.output())
-    assert copied.stop() == 0
+    assert stop(copied) == 0
     cluster.wait_for("one")
 
 

@@ -69,6 +69,7 @@ class WorkerTemplate:
         self._socket: socket.socket | None = None  #: of one that is ready
         self._is_settled = asyncio.Event()  #: one is ready, or none is to be waited for
         self._one_at_a_time = asyncio.Lock()
+        self._num_unanswered = 0  #: orders to the present one to fork
         self._trouble: str | None = None  #: of the last one; None: it is ready, or is the first
         self._killed_for: str | None = None  #: why the present one was killed here
         self._told: str | None = None  #: the trouble that was logged last
@@ -125,7 +126,7 @@ class WorkerTemplate:
         return None
 
     async def _run_one(self) -> str:
-        self._killed_for = None
+        self._killed_for, self._num_unanswered = None, 0
         first, self._first = self._first, None
         try:
             started = first or start_template(self._errors)
@@ -168,7 +169,10 @@ class WorkerTemplate:
             with their_stdin, their_stdout, _adopting():
                 descriptors = [their_stdin.fileno(), their_stdout.fileno(), self._errors, beacon]
                 socket.send_fds(template, [FORK_WORKER], descriptors)
-                answer = await _answer(template, FORK_S)
+                self._num_unanswered += 1
+                while self._num_unanswered:  # earlier ones are those of tasks that were cancelled
+                    answer = await _answer(template, FORK_S)
+                    self._num_unanswered -= 1
             if answer.obstacle is not None:
                 raise UnfitTemplate(answer.obstacle)
             return ForkedWorker(answer.pid, stdin, stdout)
