@@ -17,7 +17,8 @@ CODE := src tests bench scripts/tables scripts/reference
 # The GPU machine installs nothing: its own Python, the sources, and what scripts/carry unpacked.
 ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
-NOT_ON_GPU := tests/api tests/cli tests/control tests/node tests/service tests/engine/test_guide.py
+NOT_ON_GPU := tests/api tests/cli tests/control tests/node tests/service tests/engine/test_guide.py tests/test_cli.py \
+              tests/store/transfer/test_peers.py
 # Folders in which most tests start no process; those that do are marked `e2e`.
 FAST := $(addprefix tests/,api bench/fleet control core engine kernels memory models policy sim snapshot store system \
                            text worker)

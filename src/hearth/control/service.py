@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hearth.control.cluster import Cluster
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.deploy.deploy import clear_snapshots, collect, collect_snapshots
@@ -43,7 +43,6 @@ from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
 from hearth.core.types import LOCAL, Pace
 from hearth.node.agent_socket import answer_keeper
-from hearth.node.credentials import Authority
 from hearth.node.devices import Devices
 from hearth.node.local_node import LocalNode, new_socket_path
 from hearth.node.process_log import ProcessLog, logs_to_stderr
@@ -52,6 +51,9 @@ from hearth.node.worker_template import WorkerTemplate
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.snapshot.directory import SnapshotDirectory
+
+if TYPE_CHECKING:
+    from hearth.node.credentials import Authority
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +142,7 @@ async def running(
             )
             stack.push_async_callback(ray_process.close)
             await ray_process.connect()  # makes the authority
-        authority = Authority.open(cluster_path) if (cluster_path / "ca.key").exists() else None
+        authority = _authority_in(cluster_path)
         if authority is None and not devices.num_workers:
             raise ConfigError(
                 "`service.workers` is 0, which only the head of a cluster can have: its nodes have the "
@@ -178,6 +180,8 @@ async def running(
         reports = KeeperReports(local.keeper, catalog, driver)
         cluster = None
         if authority is not None and agent_socket is not None:
+            from hearth.control.cluster import Cluster  # with the packages that only a cluster needs
+
             cluster = Cluster(
                 authority, nodes, driver, receiver, config, catalog.places, reports.node_reported, metrics
             )
@@ -231,6 +235,14 @@ async def running(
             exchange_sinks=exchange_sinks,
         )
         observer.close()
+
+
+def _authority_in(path: Path) -> Authority | None:
+    if not (path / "ca.key").exists():
+        return None
+    from hearth.node.credentials import Authority  # loads packages that only a cluster needs
+
+    return Authority.open(path)
 
 
 def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:

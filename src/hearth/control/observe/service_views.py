@@ -6,8 +6,8 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from hearth.control.cluster import Cluster
 from hearth.control.deploy.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.keeper_reports import KeeperReports
@@ -22,6 +22,9 @@ from hearth.core.types import LOCAL, node_of
 from hearth.core.version import hearth_version
 from hearth.policy.fleet.residents import list_residents
 from hearth.system.garbage import LATE_COLLECTIONS
+
+if TYPE_CHECKING:
+    from hearth.control.cluster import Cluster
 
 #: Time for workers and keeper to report their memory; else their last report is shown.
 LOOK_S = 0.5
