@@ -54,6 +54,8 @@ def spellings(key: str) -> st.SearchStrategy[str]:
     types = get_args(hint) or (hint,)
     if key in ("cluster.listen", "cluster.address"):
         return st.sampled_from(["10.0.0.1:7610", "gpu-1", "[::1]:0"])
+    if key == "cluster.manager":
+        return st.sampled_from(["ray", "ray:10.0.0.1:6379"])
     if key == "cluster.labels":
         return st.lists(st.sampled_from(["zone=a", "rack=3"])).map(",".join)
     if get_origin(hint) is tuple:

@@ -463,8 +463,9 @@ def test_a_model_that_breaks_when_its_adapter_is_back_leaves_and_another_finds_i
         ]
         failed = rig.gateway.until(HostingFailed)
 
-        assert (failed.model, "no memory for lists" in failed.reason) == (BASE, True)
-        rig.check(*runs[1:])
+        assert "no memory for lists" in failed.reason
+        del runs[models.index(failed.model)]  # whichever came back first
+        rig.check(*runs)
 
 
 def test_a_model_that_breaks_when_it_gives_way_ahead_of_another_s_turn_leaves_and_that_one_goes_on(

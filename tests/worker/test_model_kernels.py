@@ -189,7 +189,7 @@ def test_other_steps_are_rehearsed_behind_the_first_ones_of_all_models(
     kernels = ModelKernels(
         cache,
         torch.device("cpu"),
-        read_manifest,
+        lambda where: read_manifest(Path(where)),
         lambda _: nullcontext,  # type: ignore[arg-type] # as said
     )
     for name in ("llama-gqa", "qwen3", "llama-gqa"):

@@ -110,7 +110,7 @@ def test_a_load_that_came_in_part_elsewhen_or_is_small_tells_only_how_long_rungs
 ) -> None:
     costs, plain = ReloadCosts(PRIORS), ReloadCosts(PRIORS)
     if is_small:
-        uses = {rung: (MIN_TELLING_BYTES // 4, seconds) for rung, (_, seconds) in uses.items()}
+        uses = {rung: (MIN_TELLING_BYTES // (1 + len(Rung)), seconds) for rung, (_, seconds) in uses.items()}
     learn(costs, uses, total_s if is_small else None)
     for rung, (num_bytes, seconds) in uses.items():
         plain.moved(rung, num_bytes, seconds)
