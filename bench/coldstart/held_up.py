@@ -456,7 +456,7 @@ def _steps_beside(
         try:
             while not is_over.wait(0.05):
                 by_thread()
-        except Exception as error:  # told by whoever waits for the thread
+        except Exception as error:  # told when the thread is joined
             failures.append(error)
 
     launch = running.runner.launch

@@ -26,7 +26,6 @@ from hearth.core.node_messages import (
     ForgetChunks,
     HeadPulse,
     HeldChunks,
-    LeaveCluster,
     NodeHello,
     NodePulse,
     NodeRefused,
@@ -266,7 +265,7 @@ def test_a_removed_node_is_told_and_stays_out(data_dir: DataDir) -> None:
     async def scene(head: HeadRig) -> None:
         channel, _ = await head.join()
         head.cluster.remove("gpu-1")
-        assert isinstance(await channel.receive(), LeaveCluster)
+        assert isinstance(await channel.receive(), NodeRefused)
         assert await channel.receive() is None
         again = await head.connect()
         again.send(HELLO)

@@ -22,7 +22,7 @@ from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.views import LinkView, NodeView
 from hearth.core import node_messages as messages
 from hearth.core.config import HearthConfig, parse_address
-from hearth.core.errors import HearthError, RequestError, Unreachable
+from hearth.core.errors import HearthError, RequestError
 from hearth.core.messages import WorkerEnded, WorkerHello
 from hearth.core.types import LOCAL, Digest, NodeId, WorkerId
 from hearth.node.agent import MAX_SILENT_PULSES, PULSE_S
@@ -299,10 +299,8 @@ class Cluster:
         while True:
             if self._num_starts_told != self._nodes.local.supervisor.keeper.num_starts:
                 self.models_changed()
-            held, links = await self._nodes.local.changes()
+            held, _ = await self._nodes.local.changes()  # the head fetches from no node
             self._own_held |= {one.model: one for one in held}
-            for link in links:
-                self._link_measured(link, LOCAL)
 
     async def _tell_places(self) -> None:
         """Tell the keeper of this machine what others may ask of it, and all others what was removed."""
@@ -336,16 +334,7 @@ class Cluster:
                 del node.links[link.worker], node.hellos[link.worker]
         self._receiver.left(link)
 
-    # What keepers ask.
-
-    async def sources(self, model: Digest) -> Sequence[messages.Source]:
-        return self._sources(model, LOCAL)
-
-    async def ticket(self, node: NodeId) -> messages.TicketGranted:
-        answer = self._ticket(0, node, LOCAL)
-        if isinstance(answer, messages.TicketRefused):
-            raise Unreachable(answer.reason)
-        return answer
+    # What nodes ask.
 
     def _sources(self, model: Digest, asking: NodeId) -> tuple[messages.Source, ...]:
         held_by = {LOCAL: self._own_held} | {one.node_id: one.held for one in self._joined.values()}
@@ -398,7 +387,7 @@ class Cluster:
         self._drained.discard(name)
         for node in list(self._joined.values()):
             if node.name == name:
-                node.channel.send(messages.LeaveCluster(f"`{name}` was removed from the cluster"))
+                node.channel.send(messages.NodeRefused(f"`{name}` was removed from the cluster"))
                 self._lose(node, "it was removed")
 
     def _find(self, name: str) -> RemoteNode:

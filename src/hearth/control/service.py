@@ -42,9 +42,8 @@ from hearth.control.snapshots import Snapshots
 from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
 from hearth.core.types import LOCAL, Pace
-from hearth.node.agent_socket import answer_keeper
 from hearth.node.devices import Devices
-from hearth.node.local_node import LocalNode, new_socket_path
+from hearth.node.local_node import LocalNode
 from hearth.node.process_log import ProcessLog, logs_to_stderr
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_template import WorkerTemplate
@@ -148,7 +147,6 @@ async def running(
                 "`service.workers` is 0, which only the head of a cluster can have: its nodes have the "
                 "workers; make this machine a head with `hearth cluster init`, or leave the setting out"
             )
-        agent_socket = None if authority is None else new_socket_path(data_dir.path, "agent", stack)
         local = LocalNode(
             config,
             devices,
@@ -157,7 +155,6 @@ async def running(
             receiver,
             lambda _: fail_if_out(),
             template,
-            agent_socket=agent_socket,
             credentials=None if authority is None else cluster_path,
         )
         nodes = Nodes(local)
@@ -179,7 +176,7 @@ async def running(
             metrics.fallbacks.labels("interpreted_reads").inc()
         reports = KeeperReports(local.keeper, catalog, driver)
         cluster = None
-        if authority is not None and agent_socket is not None:
+        if authority is not None:
             from hearth.control.cluster import Cluster  # with the packages that only a cluster needs
 
             cluster = Cluster(
@@ -187,8 +184,6 @@ async def running(
             )
             reports.tell_nodes = cluster.count_requests
             stack.push_async_callback(cluster.close)
-            questions = await answer_keeper(agent_socket, cluster)
-            stack.callback(questions.close)
             await cluster.start(cluster_path)
             if ray_process is not None:
                 ray_process.start()

@@ -5,7 +5,7 @@
     Join                                      Joined | NodeRefused
     NodeHello                                 NodeWelcome | NodeRefused; then, at any time:
     NodePulse, twice a second                 HeadPulse, for each
-    ChunksHeld, LinksMeasured                 RequestsCame, ForgetChunks, LeaveCluster
+    ChunksHeld, LinksMeasured                 RequestsCame, ForgetChunks; NodeRefused ends it
     AskSources                                Sources
     AskTicket                                 TicketGranted | TicketRefused
     WorkerOpened, on a connection of its own  frames of `core/messages.py`, in both directions
@@ -143,12 +143,6 @@ class ForgetChunks(Struct, frozen=True, tag=True):
     model: Digest
 
 
-class LeaveCluster(Struct, frozen=True, tag=True):
-    """The node was removed, and does not connect again."""
-
-    reason: str
-
-
 class AskSources(Struct, frozen=True, tag=True):
     number: int
     model: Digest
@@ -204,7 +198,6 @@ FromHead = (
     | HeadPulse
     | RequestsCame
     | ForgetChunks
-    | LeaveCluster
     | Sources
     | TicketGranted
     | TicketRefused

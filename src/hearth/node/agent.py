@@ -274,7 +274,7 @@ class Agent:
                     self._answered(number, message)
                 case messages.TicketRefused(number, reason):
                     self._answered(number, Unreachable(reason))
-                case messages.LeaveCluster(reason) | messages.NodeRefused(reason):
+                case messages.NodeRefused(reason):
                     raise JoinRefused(reason)
                 case _:
                     pass  # a pulse

@@ -67,7 +67,7 @@ class LocalNode:
         self._secret, self._port = secrets.token_bytes(32), 0
         self._stack = ExitStack()
         self._socket = new_socket_path(path, "keeper", self._stack)
-        self._peers_socket = None if agent_socket is None else new_socket_path(path, "peers", self._stack)
+        self._peers_socket = None if credentials is None else new_socket_path(path, "peers", self._stack)
         service, store = config.service, config.store
         self.supervisor = Supervisor(
             setup_of=self._setup_of,
