@@ -41,12 +41,14 @@ TESTS = Path(__file__).parent
 #: Files of `tests/service` that do not share the service of the others, by the service that they use.
 OTHER_SERVICES = {
     "test_affinity.py": "pair",
+    "test_cluster.py": "cluster",
     "test_faults.py": "pair",
+    "test_ray.py": "ray",
     "test_security.py": "guarded",
     "test_states.py": "crowded",
 }
-#: Folders of files that take half a minute, without a test that takes long.
-LONG_FOLDERS = ("tests/worker/", "tests/engine/", "tests/kernels/", "tests/store/")
+#: Folders whose files take longest, the longest first: files that share a service are one piece of work.
+LONG_FOLDERS = ("tests/service/", "tests/worker/", "tests/engine/", "tests/kernels/", "tests/store/")
 #: A test file that imports more modules while it runs has brought in a large package.
 MANY_MODULES = 100
 
@@ -131,7 +133,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     marks = {"slow", "e2e"}
     long = {file_of(item) for item in items if any(mark.name in marks for mark in item.iter_markers())}
-    items.sort(key=lambda item: (file_of(item) not in long, not item.nodeid.startswith(LONG_FOLDERS)))
+
+    def place_of(item: pytest.Item) -> tuple[bool, int]:
+        folders = (i for i, folder in enumerate(LONG_FOLDERS) if item.nodeid.startswith(folder))
+        return file_of(item) not in long, next(folders, len(LONG_FOLDERS))
+
+    items.sort(key=place_of)
 
 
 def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -221,6 +221,10 @@ def test_kuberay_runs_the_head_with_settings_and_paths_that_exist() -> None:
         assert pod["enableServiceLinks"] is False
         assert str(pod["securityContext"]["runAsUser"]) == last(CONTAINERFILES[1], "USER")
         assert {"name": "cluster", "containerPort": CLUSTER_PORT} in container["ports"]
+    assert ray["enableInTreeAutoscaling"] is True
+    assert "automountServiceAccountToken" not in pods[0], "the autoscaler beside the head needs it"
+    assert pods[1]["automountServiceAccountToken"] is False
+    assert config.cluster.min_nodes == group["minReplicas"] == group["replicas"] < group["maxReplicas"]
     assert pods[0]["terminationGracePeriodSeconds"] > config.service.drain_s
     assert parse_bytes(f"{worker['resources']['limits']['memory']}B") > config.store.host_bytes
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -205,6 +205,7 @@ class FakeGateway:
         overwrite: bool,
         base: str | None = None,
         *,
+        labels: Sequence[str] = (),
         is_adapter: bool = False,
     ) -> AsyncIterator[dict[str, object]]:
         if name in {"tiny", *(one.name for one in self.adapters)} and not overwrite:
@@ -213,6 +214,7 @@ class FakeGateway:
         if self.deploy_failure is not None:
             raise self.deploy_failure
         of = ("" if base is None else f" of {base}") + (" as adapter" if is_adapter else "")
+        of += "".join(f" on {label}" for label in labels)
         self.done.append(f"deploy {source} {name} {dtype} {quant} {overwrite}{of}")
         yield {"event": "done", "model": MODEL}
 

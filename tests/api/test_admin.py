@@ -35,12 +35,13 @@ def test_models_are_shown_in_full(gateway: FakeGateway) -> None:
 
 
 def test_deploying_tells_its_progress(gateway: FakeGateway) -> None:
-    response = request(gateway, "POST", "/hearth/models", {"source": "/m", "name": "new", "quant": "int8"})
+    body = {"source": "/m", "name": "new", "quant": "int8", "labels": ["zone=a"]}
+    response = request(gateway, "POST", "/hearth/models", body)
 
     events = [json.loads(frame.removeprefix("data: ")) for frame in response.text.split("\n\n")[:-1]]
     assert [event["event"] for event in events] == ["progress", "done"]
     assert events[1]["model"] == VIEW
-    assert gateway.done == ["deploy /m new auto int8 False"]
+    assert gateway.done == ["deploy /m new auto int8 False on zone=a"]
 
 
 def test_deploying_can_be_waited_for(gateway: FakeGateway) -> None:
@@ -68,7 +69,7 @@ def test_a_deployment_that_fails_on_its_way_says_so_in_an_event(gateway: FakeGat
 
 @pytest.mark.parametrize("accept", ["*/*", "application/json"])
 def test_a_model_that_the_settings_forbid_is_a_wrong_request(gateway: FakeGateway, accept: str) -> None:
-    async def deploy(*order: object) -> AsyncIterator[dict[str, object]]:
+    async def deploy(*order: object, **labels: object) -> AsyncIterator[dict[str, object]]:
         raise ConfigError("`x` is an alias of `y`; choose another name")
         yield {}
 

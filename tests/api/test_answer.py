@@ -179,7 +179,7 @@ def test_a_deployment_that_takes_long_says_so(gateway: FakeGateway) -> None:
     async def talk() -> list[bytes]:
         goes_on = asyncio.Event()
 
-        async def deploy(*order: object) -> object:
+        async def deploy(*order: object, **settings: object) -> object:
             yield {"event": "progress"}
             await goes_on.wait()
             yield {"event": "done", "model": None}
@@ -203,7 +203,7 @@ def test_a_deployment_whose_client_leaves_is_called_off(gateway: FakeGateway) ->
     async def talk() -> None:
         begun, ended = asyncio.Event(), asyncio.Event()
 
-        async def deploy(*order: object) -> object:
+        async def deploy(*order: object, **settings: object) -> object:
             try:
                 begun.set()
                 yield {"event": "progress"}

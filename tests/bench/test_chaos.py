@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ import pytest
 
 from bench.chaos.clients import NUM_TOKENS, Asked, HonestClients, Probe, violations
 from bench.chaos.faults import FAULTS, Struck
-from bench.chaos.flatness import Flatness, Look, growth
+from bench.chaos.flatness import KEEPER_THREADS, Flatness, Look, growth
 from bench.chaos.nodes import Passage
 from bench.chaos.outcome import Ending, Verdict, judge
 from bench.chaos.report import FELT_S, Span, compared, endings, errors
@@ -257,6 +258,29 @@ def test_a_passage_that_is_cut_ends_connections_and_takes_none_until_it_is_whole
             passage.close()
 
 
+def test_a_silent_passage_ends_nothing_and_passes_on_what_came_later() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        passage = Passage(listener.getsockname()[1])
+        try:
+            with socket.create_connection(("127.0.0.1", passage.port), 10.0) as near:
+                far, _ = listener.accept()
+                with far:
+                    with passage.silent():
+                        near.sendall(b"later")
+                        far.settimeout(0.2)
+                        with pytest.raises(TimeoutError):
+                            far.recv(1)
+                    far.settimeout(None)
+                    assert far.recv(5, socket.MSG_WAITALL) == b"later"
+                    with passage.slow(1e5):
+                        began_s = time.monotonic()
+                        near.sendall(bytes(20_000))
+                        assert len(far.recv(20_000, socket.MSG_WAITALL)) == 20_000
+                        assert time.monotonic() - began_s >= 0.2
+        finally:
+            passage.close()
+
+
 def test_writes_of_a_process_fail_and_then_work_again() -> None:
     """On a real process, which has its file open all the time."""
     write = (
@@ -339,6 +363,25 @@ def test_growth_in_the_life_of_one_process_is_found_though_the_next_begins_anew(
     assert growth(flatness.changes()) == [
         f"num_fds of one gateway (2) grew from 30 to 90, limit: {limit:.0f}"
     ]
+
+
+@pytest.mark.parametrize(
+    ("role", "num_threads", "is_growth"),
+    [
+        ("keeper", KEEPER_THREADS + 4, False),
+        ("keeper", 2 * KEEPER_THREADS, True),
+        ("worker", KEEPER_THREADS + 4, True),
+    ],
+)
+def test_only_the_thread_pools_of_a_keeper_may_fill_late(
+    role: str, num_threads: int, is_growth: bool
+) -> None:
+    flatness = Flatness()
+    flatness.looks[role] = [
+        Look(window, ProcessId(1, 1), Sample(1 << 20, 30, 18 if window < 5 else num_threads))
+        for window in range(8)
+    ]
+    assert bool(growth(flatness.changes())) == is_growth
 
 
 @pytest.mark.parametrize(("settle_s", "num_samples"), [(0.0, 1), (1e9, 0)])

@@ -12,14 +12,28 @@ from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.deployed import AdapterFacts, DeployedAdapter
 from hearth.control.deploy.deployer import carry_out
 from hearth.control.deploy.registry import Registry
+from hearth.store.format.convert import convert
 from tests.cli.fake_service import FakeService, serving
-from tests.cli.shell import Hearth
+from tests.cli.shell import Completed, Hearth, variables_of_bash
 from tests.models.speaking import save_speaking
 
 
 @pytest.fixture
 def hearth(capsys: pytest.CaptureFixture[str]) -> Hearth:
     return Hearth(capsys)
+
+
+@pytest.fixture
+def completed(hearth: Hearth, monkeypatch: pytest.MonkeyPatch) -> Completed:
+    def complete(line: str, data_dir: Path) -> list[str]:
+        with monkeypatch.context() as patch:
+            for name, text in variables_of_bash(line, data_dir).items():
+                patch.setenv(name, text)
+            shown = hearth()
+        assert (shown.code, shown.err) == (0, "")
+        return shown.out.split()
+
+    return complete
 
 
 @pytest.fixture
@@ -38,6 +52,13 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_speaking(tmp_path_factory.mktemp("chatty"))
+
+
+@pytest.fixture(scope="session")
+def converted(chatty: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in eight bits, which is deployed as it is."""
+    convert(chatty, dest := tmp_path_factory.mktemp("converted") / "int8", quant="int8")
+    return dest
 
 
 @pytest.fixture

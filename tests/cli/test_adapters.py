@@ -15,8 +15,7 @@ from hearth.control.deploy.deployed import DeployedAdapter
 from hearth.control.deploy.deployer import carry_out
 from hearth.control.deploy.registry import Registry
 from tests.cli.fake_service import FakeService
-from tests.cli.shell import Hearth
-from tests.cli.test_tab_completion import completed
+from tests.cli.shell import Completed, Hearth
 from tests.models.zoo import build
 from tests.store.format.peft_files import write_peft
 
@@ -52,9 +51,9 @@ def test_rm_takes_adapters_only_if_that_is_said(
 
 @pytest.mark.e2e
 def test_deploy_warns_of_adapters_whose_base_has_changed(
-    hearth: Hearth, tiny: Path, shop: DeployedAdapter
+    hearth: Hearth, converted: Path, shop: DeployedAdapter
 ) -> None:
-    replaced = hearth("deploy", str(tiny), "--name", "tiny", "--quant", "int8", "--overwrite")
+    replaced = hearth("deploy", str(converted), "--name", "tiny", "--overwrite")
     assert (replaced.code, replaced.out.partition(":")[0]) == (0, "deployed tiny")
     assert "warning: `tiny` has changed" in replaced.err
     assert "still deployed: shop; redeploy them with `--overwrite`, or remove" in replaced.err
@@ -102,7 +101,9 @@ def test_run_says_that_an_adapter_elsewhere_needs_a_service(
     assert "is at `s3://bucket/shop`, which only a service can load; start one" in shown.err
 
 
-def test_only_models_are_offered_as_bases(data_dir: Path, shop: DeployedAdapter) -> None:
+def test_only_models_are_offered_as_bases(
+    data_dir: Path, shop: DeployedAdapter, completed: Completed
+) -> None:
     assert completed("hearth deploy x --base ", data_dir) == ["tiny"]
 
 

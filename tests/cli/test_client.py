@@ -105,10 +105,13 @@ def test_an_answer_that_breaks_off_is_no_answer(service: FakeService) -> None:
 
 def test_a_deployment_tells_its_progress_and_ends_with_the_model(service: FakeService) -> None:
     with Client(service.url, None) as client:
-        progress, model = client.deploy("/m", "new", "auto", "int8", False)
+        progress, model = client.deploy("/m", "new", "auto", "int8", False, labels=["zone=a"])
     assert progress == DeployProgress("converting", 1, 2)
     assert isinstance(model, ModelView)
     assert model.name == "new"
+    body = service.asked[-1][2]
+    assert body is not None
+    assert body["labels"] == ["zone=a"]
 
 
 def test_nobody_there_is_told_with_the_remedy() -> None:

@@ -24,18 +24,23 @@ from tests.store.stored import serving
 def test_without_a_service_deploy_works_on_the_data_directory(
     hearth: Hearth, data_dir: Path, chatty: Path
 ) -> None:
-    shown = hearth("deploy", str(chatty), "--name", "tiny", "--quant", "int8", "--json")
+    flags = ["--quant", "int8", "--label", "zone=a", "--label", "disk=ssd", "--json"]
+    shown = hearth("deploy", str(chatty), "--name", "tiny", *flags)
 
     assert (shown.code, shown.err) == (0, "")
     (view,) = json.loads(hearth("list", "--json").out)
     assert view == json.loads(shown.out)
     assert (view["name"], view["source"], view["quant"]) == ("tiny", str(chatty), "int8")
+    assert view["labels"] == ["zone=a", "disk=ssd"]
     assert (Path(view["where"]) / "manifest.json").exists()
+    assert "zone=a, disk=ssd" in hearth("show", "tiny").out
 
 
-def test_a_taken_name_is_replaced_only_by_order(hearth: Hearth, data_dir: Path, tiny: Path) -> None:
-    refused = hearth("deploy", str(tiny), "--name", "tiny", "--quant", "int8")
-    forced = hearth("deploy", str(tiny), "--name", "tiny", "--quant", "int8", "--overwrite")
+def test_a_taken_name_is_replaced_only_by_order(
+    hearth: Hearth, data_dir: Path, tiny: Path, converted: Path
+) -> None:
+    refused = hearth("deploy", str(converted), "--name", "tiny")
+    forced = hearth("deploy", str(converted), "--name", "tiny", "--overwrite")
 
     assert (refused.code, refused.out) == (2, "")
     assert "--overwrite" in refused.err

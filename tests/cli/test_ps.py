@@ -397,9 +397,19 @@ def test_doctor_tells_of_the_service(hearth: Hearth, recorded: FakeService) -> N
     assert report["service"] == {
         **{"data_dir": os.environ["HEARTH_DATA_DIR"], "num_models": 0, "status": "ok"},
         "url": recorded.url,
-        "workers": ["Neoverse-N1, ready, 3.7 GiB of 8.0 GiB in use, 1 restarts"],
+        "workers": ["w0: Neoverse-N1, ready, 3.7 GiB of 8.0 GiB in use, 1 restarts"],
         "notes": [],
     }
+
+
+def test_doctor_names_the_node_of_a_worker(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own,) = PROCESSES.workers
+    workers = own, replace(own, worker="gpu-2/w0", node="gpu-2")
+    monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, workers=workers))
+    told = json.loads(hearth("doctor", "--json").out)["service"]["workers"]
+    assert [line.partition(": ")[0] for line in told] == ["w0 on node local", "gpu-2/w0 on node gpu-2"]
 
 
 def test_doctor_says_what_the_service_does_without(

@@ -23,8 +23,7 @@ from hearth.snapshot import cost_profile, memory_profile
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.memory_profile import MemoryProfile
 from tests.cli.fake_service import FakeService
-from tests.cli.shell import Hearth
-from tests.cli.test_tab_completion import completed
+from tests.cli.shell import Completed, Hearth
 from tests.sim.small_machine import MACHINE
 from tests.snapshot.fingerprints import FINGERPRINT
 
@@ -235,6 +234,6 @@ def test_a_simulation_runs_by_the_snapshot_of_a_model(hearth: Hearth, snapshot: 
     assert "hearth snapshot tiny" in none.err
 
 
-def test_commands_and_names_are_completed(snapshot: Path, data_dir: Path) -> None:
+def test_commands_and_names_are_completed(snapshot: Path, data_dir: Path, completed: Completed) -> None:
     assert completed("hearth snapshot ", data_dir) == ["make", "ls", "rm", "verify", "tiny"]
     assert completed("hearth snapshot verify t", data_dir) == ["tiny"]

@@ -9,32 +9,15 @@ import pytest
 
 from hearth.control.keys import keys
 from tests.cli.fake_service import FakeService
+from tests.cli.shell import Completed, Hearth, variables_of_bash
 
 
-def completed(line: str, data_dir: Path) -> list[str]:
-    """Return what the shell would offer at the end of a line, asked as bash asks."""
-    words = line.split(" ")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "HEARTH_DATA_DIR": str(data_dir),
-        "_HEARTH_COMPLETE": "complete_bash",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words) - 1),
-    }
-    asked = subprocess.run(
-        [sys.executable, "-m", "hearth"], env=environment, capture_output=True, text=True, check=True
-    )
-    assert asked.stderr == ""
-    return asked.stdout.split()
-
-
-def test_names_of_deployed_models_are_offered(data_dir: Path, tiny: Path) -> None:
+def test_names_of_deployed_models_are_offered(data_dir: Path, tiny: Path, completed: Completed) -> None:
     assert completed("hearth chat t", data_dir) == ["tiny"]
     assert completed("hearth chat x", data_dir) == []
 
 
-def test_keys_and_their_groups_are_offered(data_dir: Path, tmp_path: Path) -> None:
+def test_keys_and_their_groups_are_offered(data_dir: Path, tmp_path: Path, completed: Completed) -> None:
     assert completed("hearth keys rm ", data_dir) == []
     assert not data_dir.exists()
     for name, group in (("ada", None), ("s1", "support"), ("s2", "support")):
@@ -46,7 +29,7 @@ def test_keys_and_their_groups_are_offered(data_dir: Path, tmp_path: Path) -> No
 
 
 def test_the_models_of_the_service_that_was_named_are_offered(
-    data_dir: Path, tiny: Path, service: FakeService
+    data_dir: Path, tiny: Path, service: FakeService, completed: Completed
 ) -> None:
     assert completed(f"hearth chat --url {service.url} ", data_dir) == ["smol"]
     assert completed("hearth chat --url http://127.0.0.1:1 ", data_dir) == []
@@ -55,29 +38,37 @@ def test_the_models_of_the_service_that_was_named_are_offered(
 
 
 def test_the_models_of_the_directory_that_was_named_are_offered(
-    data_dir: Path, tiny: Path, tmp_path: Path
+    data_dir: Path, tiny: Path, tmp_path: Path, completed: Completed
 ) -> None:
     assert completed(f"hearth chat --data-dir {data_dir} ", tmp_path) == ["tiny"]
     assert completed(f"hearth chat --data-dir {tmp_path} ", data_dir) == []
 
 
-def test_commands_are_offered(data_dir: Path) -> None:
+def test_commands_are_offered(data_dir: Path, completed: Completed) -> None:
     assert completed("hearth ex", data_dir) == ["explain"]
 
 
-def test_a_broken_data_directory_offers_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "offered"), [("hearth ex", "explain"), ("hearth chat t", "tiny")])
+def test_a_process_offers_the_same(line: str, offered: str, data_dir: Path, tiny: Path) -> None:
+    """It imports only what the command needs."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        **variables_of_bash(line, data_dir),
+    }
+    command = [sys.executable, "-m", "hearth"]
+    asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (asked.stdout.split(), asked.stderr) == ([offered], "")
+
+
+def test_a_broken_data_directory_offers_nothing(tmp_path: Path, completed: Completed) -> None:
     (tmp_path / "registry.db").write_text("no database")
     assert completed("hearth rm ", tmp_path) == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_has_its_script(shell: str, data_dir: Path) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "_HEARTH_COMPLETE": f"source_{shell}",
-    }
-    script = subprocess.run(
-        [sys.executable, "-m", "hearth"], env=environment, capture_output=True, text=True, check=True
-    )
-    assert "_HEARTH_COMPLETE" in script.stdout
+def test_every_shell_has_its_script(
+    shell: str, data_dir: Path, hearth: Hearth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_HEARTH_COMPLETE", f"source_{shell}")
+    assert "_HEARTH_COMPLETE" in hearth().out

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from hearth.cli.waterfall import MIN_BAR, waterfall
 from hearth.control.observe.views import TimelineSpan
+from hearth.core.types import WorkerId
+from hearth.policy.fleet.events import Option
 from tests.cli.fake_service import EXPLANATION
 
 
@@ -35,6 +37,14 @@ def test_bars_lie_on_one_axis_of_time() -> None:
         "  w0  425 ms: queue 0.0 ms, load 400 ms of 477 MiB, 25 ms for 50% utilisation",
         "  w1  busy models fill it",
     ]
+
+
+def test_the_cost_of_a_replica_includes_what_is_not_cached_of_the_prompt() -> None:
+    option = Option(WorkerId("w0"), 0.0, 0.0, 1.0, 0.2, prompt_s=0.2, cached_tokens=1024)
+    assert waterfall(replace(EXPLANATION, options=(option,)), width=60)[-1] == (
+        "  w0  200 ms: queue 0.0 ms, load 0.0 ms, prompt 200 ms beyond 1024 cached tokens, "
+        "0.0 ms for 100% utilisation"
+    )
 
 
 def test_a_request_that_never_ran_still_has_its_explanation() -> None:

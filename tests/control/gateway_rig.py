@@ -86,12 +86,19 @@ class GatewayRig:
         self.driver = Driver(
             Fleet(brain), self.journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders
         )
-        fail_all = self.driver.fail_all
-        local = LocalNode(config, Devices("cpu", (0,), 1), data_dir.path, None, None, fail_all)  # type: ignore[arg-type] # no worker connects
+        local = self.local = LocalNode(
+            config,
+            Devices("cpu", (0,), 1),
+            data_dir.path,
+            None,
+            None,  # type: ignore[arg-type] # no worker connects
+            self.driver.fail_all,
+            credentials=data_dir.path / "cluster",
+        )
         self.supervisor, keeper = local.supervisor, local.keeper
         nodes = self.nodes = Nodes(local)
         deployments = Deployments(self.registry, catalog, self.driver, keeper, data_dir)
-        self.keeper = KeeperReports(keeper, catalog, self.driver)
+        self.keeper = KeeperReports(keeper, catalog, self.driver, metrics)
         self.usage = KeyUsage(data_dir.usage_path, ApiKeys(data_dir.keys_path).ids, metrics)
         self.gateway = Gateway(
             deployments=deployments,
@@ -123,9 +130,10 @@ class GatewayRig:
         self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu", worker: WorkerId = WORKER
     ) -> RecordingLink:
         link = RecordingLink(worker)
+        hello = WorkerHello(1, worker, b"", b"", 1, kind, "a device", budget_bytes, False)
         for entry in self.catalog.fit(kind, budget_bytes):
             self.driver.post(ModelDeployed(self.driver.now_s, entry.profile))
-        self.driver.joined(link, WorkerHello(1, worker, b"", b"", 1, kind, "a device", budget_bytes, False))  # type: ignore[arg-type] # as much of a link as is needed
+        self.driver.joined(link, hello, kind)  # type: ignore[arg-type] # as much of a link as is needed
         return link
 
     def receive(self, link: RecordingLink, fact: Fact | None) -> None:
@@ -133,6 +141,7 @@ class GatewayRig:
         self.driver.receive(DecodedFact(link, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
 
     def close(self) -> None:
+        self.local._stack.close()
         self.registry.close()
         self.driver.close()
         self.journal.close()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,35 +17,42 @@ from hearth.control.cluster import Cluster
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.deployed import Deployed
 from hearth.control.link_receiver import LinkReceiver
+from hearth.control.multicasts import Multicasts
 from hearth.control.requests.fact_decoder import FactDecoder
-from hearth.core import messages, wire
+from hearth.core import messages
 from hearth.core.config import ClusterConfig, HearthConfig
 from hearth.core.errors import RequestError
 from hearth.core.node_messages import (
     VERSION,
     AskSources,
     AskTicket,
-    ChunksHeld,
+    ChunkReport,
+    DropPeer,
     ForgetChunks,
     HeadPulse,
     HeldChunks,
+    LinkReport,
+    LinkSpeed,
     NodeHello,
     NodePulse,
     NodeRefused,
     NodeWelcome,
-    RequestsCame,
+    QuestionRefused,
+    RequestCounts,
     Source,
     Sources,
     TicketGranted,
-    TicketRefused,
     WorkerOpened,
 )
-from hearth.core.types import LOCAL, Digest, NodeId, WorkerId
+from hearth.core.types import LOCAL, Digest, ModelId, NodeId, WorkerId
 from hearth.node.channel import Channel
 from hearth.node.credentials import Authority, Credentials
-from hearth.node.tickets import TicketCheck
+from hearth.node.tickets import TicketCheck, TicketClaim
+from hearth.policy.fleet import events
+from hearth.text.tokenizer import Tokenizer
 from tests.control.gateway_rig import GatewayRig, with_rig
-from tests.node.tls_cluster import member, to_head
+from tests.control.requests.test_active_request import request_of
+from tests.node.tls_cluster import ADDRESS, member, to_head
 
 HELLO = NodeHello(VERSION, "gpu-1", "cpu", ("a CPU",), 1 << 30, 7610)
 MODEL = Digest("d" * 64)
@@ -84,18 +94,19 @@ class HeadRig:
 
 
 @asynccontextmanager
-async def heading(rig: GatewayRig, data_dir: DataDir) -> AsyncIterator[HeadRig]:
-    authority = Authority.create(data_dir.path / "cluster")
+async def heading(rig: GatewayRig, data_dir: DataDir, *, is_encrypted: bool = True) -> AsyncIterator[HeadRig]:
+    authority = Authority.create(data_dir.path / "cluster", ADDRESS)
     nodes = {name: member(authority, data_dir.path / name, name) for name in ("gpu-1", "gpu-2")}
     decoder = FactDecoder(asyncio.get_running_loop(), rig.driver.requests.by_run, rig.driver.receive)
     cluster = Cluster(
         authority,
         rig.nodes,
         rig.driver,
-        LinkReceiver(rig.catalog, rig.driver, decoder),
-        HearthConfig(cluster=ClusterConfig(listen="127.0.0.1:0")),
-        lambda: {MODEL: "/models/it", **rig.catalog.places()},
-        rig.keeper.node_reported,
+        LinkReceiver(rig.catalog, rig.driver, decoder, rig.nodes.labels_of),
+        HearthConfig(cluster=ClusterConfig(listen="127.0.0.1:0", encrypt_weights=is_encrypted)),
+        lambda: {MODEL: "/models/it", **rig.gateway.deployments.places()},
+        Multicasts(rig.catalog.manifest_of),
+        rig.keeper,
         rig.metrics,
     )
     try:
@@ -108,9 +119,11 @@ async def heading(rig: GatewayRig, data_dir: DataDir) -> AsyncIterator[HeadRig]:
         decoder.close()
 
 
-def play(data_dir: DataDir, scene: Callable[[HeadRig], Awaitable[None]]) -> None:
+def play(
+    data_dir: DataDir, scene: Callable[[HeadRig], Awaitable[None]], *, is_encrypted: bool = True
+) -> None:
     async def whole(rig: GatewayRig) -> None:
-        async with asyncio.timeout(60), heading(rig, data_dir) as head:
+        async with asyncio.timeout(60), heading(rig, data_dir, is_encrypted=is_encrypted) as head:
             await scene(head)
 
     with_rig(data_dir, whole)
@@ -120,12 +133,14 @@ def test_each_life_of_a_node_has_an_id_of_its_own(data_dir: DataDir) -> None:
     async def scene(head: HeadRig) -> None:
         channel, welcome = await head.join()
         assert welcome.node == "gpu-1"
-        channel.send(NodePulse(7, (), 0))
-        assert await channel.receive() == HeadPulse(7)
+        channel.send(NodePulse((), 0))
+        assert await channel.receive() == HeadPulse()
         await head.leave(channel, welcome.node)
         _, again = await head.join()
         assert again.node == "gpu-1.1"
         assert again.ticket_key != welcome.ticket_key
+        await head.cluster.remove("gpu-1")
+        assert Authority.open(data_dir.path / "cluster").begin_life("gpu-1") == "gpu-1.2"
 
     play(data_dir, scene)
 
@@ -133,7 +148,8 @@ def test_each_life_of_a_node_has_an_id_of_its_own(data_dir: DataDir) -> None:
 @pytest.mark.parametrize(
     ("hello", "reason", "is_final"),
     [
-        (msgspec.structs.replace(HELLO, version=VERSION + 1), "speaks version", True),
+        (msgspec.structs.replace(HELLO, version=VERSION - 2), "upgrade Hearth on the node", True),
+        (msgspec.structs.replace(HELLO, version=VERSION + 1), "upgrade Hearth on the head first", True),
         (msgspec.structs.replace(HELLO, name="gpu-2"), "the certificate is that of `gpu-1`", True),
         (HELLO, "a node called `gpu-1` is up", False),
     ],
@@ -149,6 +165,29 @@ def test_a_node_is_refused(data_dir: DataDir, hello: NodeHello, reason: str, is_
         assert answer.is_final is is_final
 
     play(data_dir, scene)
+
+
+def test_a_node_is_told_that_the_heads_disk_is_full(
+    data_dir: DataDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Authority, name: str) -> NodeId:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/cluster/lives.json")
+
+    async def scene(head: HeadRig) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Authority, "begin_life", full)
+            channel = await head.connect()
+            channel.send(HELLO)
+            answer = await channel.receive()
+        assert isinstance(answer, NodeRefused)
+        assert not answer.is_final
+        assert "the head cannot write its record of nodes" in answer.reason
+        assert "No space left on device: '/data/cluster/lives.json'; free space there" in answer.reason
+        await head.join()
+
+    play(data_dir, scene)
+    (logged,) = [one.message for one in caplog.records if one.levelname == "ERROR"]
+    assert logged.startswith("node_not_admitted name=gpu-1 reason=[Errno 28] No space left on device")
 
 
 def test_a_worker_of_an_earlier_life_is_refused_and_counted(data_dir: DataDir) -> None:
@@ -185,9 +224,9 @@ def test_sources_and_tickets_are_told(data_dir: DataDir) -> None:
         one, welcome = await head.join("gpu-1")
         two, _ = await head.join("gpu-2")
         held = HeldChunks(MODEL, b"\x01", b"\x03")
-        one.send(ChunksHeld((held,)))
-        one.send(NodePulse(1, (), 0))
-        assert await one.receive() == HeadPulse(1)  # so it was taken
+        one.send(ChunkReport((held,)))
+        one.send(NodePulse((), 0))
+        assert await one.receive() == HeadPulse()  # so it was taken
         two.send(AskSources(5, MODEL))
         assert await two.receive() == Sources(5, (Source(NodeId("gpu-1"), held),))
         one.send(AskSources(6, MODEL))
@@ -196,13 +235,13 @@ def test_sources_and_tickets_are_told(data_dir: DataDir) -> None:
         granted = await two.receive()
         assert isinstance(granted, TicketGranted)
         assert (granted.host, granted.port) == ("127.0.0.1", 7610)
-        assert TicketCheck(NodeId("gpu-1"), welcome.ticket_key).admit(granted.ticket) == "gpu-2"
+        assert TicketCheck(welcome.ticket_key).admit(granted.ticket) == TicketClaim(NodeId("gpu-2"))
         two.send(AskTicket(8, NodeId("gpu-9")))
-        assert isinstance(await two.receive(), TicketRefused)
+        assert isinstance(await two.receive(), QuestionRefused)
         two.send(AskTicket(9, LOCAL))
         own = await two.receive()
         assert isinstance(own, TicketGranted)
-        assert (own.host, own.port) == ("", head.port), "a node knows how it reaches the head"
+        assert own.host == "", "a node knows how it reaches the head"
 
     play(data_dir, scene)
 
@@ -211,7 +250,9 @@ def test_a_node_forgets_what_was_removed_and_reports_no_endless_masks(data_dir: 
     async def scene(head: HeadRig) -> None:
         one, _ = await head.join("gpu-1")
         removed = Digest("e" * 64)
-        one.send(ChunksHeld((HeldChunks(removed, b"\x01", b""), HeldChunks(MODEL, b"\xff" * (1 << 20), b""))))
+        one.send(
+            ChunkReport((HeldChunks(removed, b"\x01", b""), HeldChunks(MODEL, b"\xff" * (1 << 20), b"")))
+        )
         assert await one.receive() == ForgetChunks(removed)
         two, _ = await head.join("gpu-2")
         for digest in (removed, MODEL):
@@ -255,17 +296,31 @@ def test_a_drained_node_stays_drained_in_its_next_life(data_dir: DataDir) -> Non
         assert list(head.rig.driver.fleet.draining) == [again.node]
         head.cluster.drain("gpu-1", is_draining=False)
         assert not head.rig.driver.fleet.draining
-        with pytest.raises(RequestError, match="no node called `gpu-9` is up; nodes: gpu-1"):
+        with pytest.raises(RequestError, match="no node is called `gpu-9`; nodes: local, gpu-1, gpu-2"):
             head.cluster.drain("gpu-9", is_draining=True)
+
+    play(data_dir, scene)
+
+
+def test_a_node_that_is_down_can_be_drained_and_had_back(data_dir: DataDir) -> None:
+    async def scene(head: HeadRig) -> None:
+        head.cluster.drain("gpu-1", is_draining=True)
+        head.cluster.drain("gpu-2", is_draining=True)
+        head.cluster.drain("gpu-2", is_draining=False)
+        for name in ("gpu-1", "gpu-2"):
+            await head.join(name)
+        assert list(head.rig.driver.fleet.draining) == ["gpu-1"]
 
     play(data_dir, scene)
 
 
 def test_a_removed_node_is_told_and_stays_out(data_dir: DataDir) -> None:
     async def scene(head: HeadRig) -> None:
-        channel, _ = await head.join()
-        head.cluster.remove("gpu-1")
+        channel, welcome = await head.join()
+        other, _ = await head.join("gpu-2")
+        await head.cluster.remove("gpu-1")
         assert isinstance(await channel.receive(), NodeRefused)
+        assert await other.receive() == DropPeer(welcome.node)
         assert await channel.receive() is None
         again = await head.connect()
         again.send(HELLO)
@@ -275,15 +330,90 @@ def test_a_removed_node_is_told_and_stays_out(data_dir: DataDir) -> None:
     play(data_dir, scene)
 
 
-def test_nodes_forget_what_was_removed(data_dir: DataDir, deployed: Deployed) -> None:
+def test_nodes_forget_what_was_removed_when_its_requests_have_ended(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
     async def scene(head: HeadRig) -> None:
-        deployments = head.rig.gateway.deployments
+        deployments, requests = head.rig.gateway.deployments, head.rig.driver.requests
         deployments.tell_nodes = head.cluster.models_changed
         channel, _ = await head.join()
-        channel.send(NodePulse(1, (), 0))
-        assert await channel.receive() == HeadPulse(1)
+        request = request_of(Tokenizer.load(Path(deployed.directory)), "mine", ModelId("tiny"))
+        requests.add(request)
         await deployments.remove("tiny")
+        channel.send(NodePulse((), 0))
+        assert await channel.receive() == HeadPulse()
+        requests.end(request)
         assert await channel.receive() == ForgetChunks(Digest(deployed.digest))
+
+    play(data_dir, scene)
+
+
+def test_the_end_of_a_released_worker_is_no_error(
+    data_dir: DataDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(head: HeadRig) -> None:
+        _, welcome = await head.join()
+        for seat, is_released in (("w0", False), ("w1", True)):
+            worker = await head.open_worker(welcome.node, seat)
+            while not head.rig.driver.fleet.workers:
+                await asyncio.sleep(0.005)
+            if is_released:
+                head.cluster.observe(events.TimerFired(0.0), [events.ReleaseWorkers(welcome.node)])
+            worker.send(messages.WorkerEnded("died"))
+            worker.close()
+            while head.rig.driver.fleet.workers:
+                await asyncio.sleep(0.005)
+
+    caplog.set_level("INFO")
+    play(data_dir, scene)
+    lost = [(one.levelname, one.message) for one in caplog.records if "worker_lost" in one.message]
+    assert lost == [
+        ("ERROR", "worker_lost worker=gpu-1/w0 model=None reason=`died`"),
+        ("INFO", "worker_lost worker=gpu-1/w1 model=None reason=`was released with its node`"),
+    ]
+
+
+def test_chunks_that_a_node_could_not_keep_are_noted_until_it_is_removed(data_dir: DataDir) -> None:
+    async def scene(head: HeadRig) -> None:
+        channel, _ = await head.join("gpu-1")
+        for num_not_kept in (-1, 3):
+            channel.send(NodePulse((), 0, num_not_kept=num_not_kept))
+            assert await channel.receive() == HeadPulse()
+        assert "3 on node `gpu-1`;" in (head.rig.keeper.note or "")
+        await head.cluster.remove("gpu-1")
+        assert head.rig.keeper.note is None
+
+    play(data_dir, scene)
+
+
+def test_the_speed_of_a_link_is_shown_while_both_its_nodes_are_up(data_dir: DataDir) -> None:
+    async def scene(head: HeadRig) -> None:
+        lives = dict[str, NodeId]()
+        channels = dict[str, Channel]()
+        for name in ("gpu-1", "gpu-2"):
+            channels[name], welcome = await head.join(name)
+            lives[name] = welcome.node
+
+        async def report(name: str, *sources: NodeId) -> None:
+            links = tuple(LinkSpeed(source, 1e9, 0.001) for source in sources)
+            for message in (LinkReport(links), NodePulse((), 0)):
+                channels[name].send(message)
+            assert await channels[name].receive() == HeadPulse()
+
+        def shown() -> list[tuple[str, str, float]]:
+            (family,) = head.rig.metrics.link_speed.collect()
+            return [(one.labels["source"], one.labels["node"], one.value) for one in family.samples]
+
+        await report("gpu-1", LOCAL, lives["gpu-2"])
+        await report("gpu-2", LOCAL, lives["gpu-1"], NodeId("gpu-9"))
+        assert shown() == [
+            ("local", "gpu-1", 1e9),
+            ("gpu-2", "gpu-1", 1e9),
+            ("local", "gpu-2", 1e9),
+            ("gpu-1", "gpu-2", 1e9),
+        ]
+        await head.leave(channels["gpu-1"], lives["gpu-1"])
+        assert shown() == [("local", "gpu-2", 1e9)]
 
     play(data_dir, scene)
 
@@ -292,7 +422,7 @@ def test_demand_is_told_to_nodes(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(head: HeadRig) -> None:
         channel, _ = await head.join()
         head.cluster.count_requests({MODEL: 3})
-        assert await channel.receive() == RequestsCame({MODEL: 3})
+        assert await channel.receive() == RequestCounts({MODEL: 3})
 
     play(data_dir, scene)
 
@@ -301,11 +431,11 @@ def test_frames_of_a_worker_reach_the_driver(data_dir: DataDir) -> None:
     async def scene(head: HeadRig) -> None:
         _, welcome = await head.join()
         opened = await head.open_worker(welcome.node)
-        transport, _ = opened.detach()
-        transport.write(wire.frame(messages.Pong(1, 100, 40, 0, 0, 0, {}, ())))
+        body = msgspec.msgpack.encode(messages.Pong(1, 100, 40, 0, 0, 0, {}, ()))
+        opened.forward(body)
         sample = head.rig.metrics.registry.get_sample_value
         while sample("hearth_device_used_bytes") != 60:
             await asyncio.sleep(0.005)
-        transport.abort()
+        opened.abort()
 
     play(data_dir, scene)

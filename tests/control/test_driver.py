@@ -41,7 +41,7 @@ from hearth.core.messages import (
 )
 from hearth.core.sizes import StepLimits
 from hearth.core.types import AdapterId, Hold, ModelId, Pace, Rung, TurnEnd, WorkerId
-from hearth.policy.fleet.events import ResidencyReported
+from hearth.policy.fleet.events import Event, RequestFinished, ResidencyReported
 from tests.control.broken_driver import run_broken_driver
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
@@ -95,7 +95,7 @@ def test_workers_with_kernels_to_compile_are_told_of_deployed_models(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join(kind="cuda")
-        limits = rig.catalog.find("tiny").limits_by_kind["cuda"]
+        limits = rig.catalog.find("tiny").limits_by_pool["cuda"]
         assert link.orders == [PrepareModel(TINY, deployed.directory, limits)]
         other = PrepareModel(ModelId("other"), "/elsewhere", LIMITS)
         rig.driver.prepare(lambda node, kind: other)
@@ -241,6 +241,33 @@ def test_a_request_that_is_preempted_and_admitted_again_in_one_step_is_shown_so(
         assert [mark.what for mark in explained.marks][-2:] == ["preempted", "started"]
         assert (explained.num_preemptions, explained.num_cached_tokens) == (1, 1)
         rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_brain_is_told_how_long_a_prompt_took_unless_two_workers_computed_it(
+    data_dir: DataDir, deployed: Deployed, is_lost: bool
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        found: list[Event] = []
+        rig.driver.add_sink(lambda event, _: found.append(event))
+        link = rig.join()
+        await rig.submit(ask([5] * 8), ANYBODY)
+        loaded(rig, link)
+        (run,) = rig.driver.requests.by_run
+        rig.receive(link, StepDone(TINY, [], [], admitted=[Admitted(run, 3, 0.0)], step_s=2.0))
+        if is_lost:
+            rig.receive(link, None)
+            link = rig.join()
+        emit(rig, link, 5, 6, finished=True)
+        (finished,) = [event for event in found if isinstance(event, RequestFinished)]
+        if is_lost:
+            assert finished.prompt is None
+        else:
+            assert finished.prompt is not None
+            assert finished.prompt.num_tokens == 5
+            assert 2.0 <= finished.prompt.seconds < 3.0
 
     with_rig(data_dir, scene)
 
@@ -486,8 +513,7 @@ def test_a_request_for_an_adapter_goes_to_its_base_and_on_with_it_elsewhere(
         successor = rig.join(worker=WorkerId("gpu-2/w0"))
         loaded(rig, successor)
         (resumed,) = start_orders(successor)
-        place = f"hearth://{'ab' * 32}"  # other nodes do not have this machine's directories
-        assert resumed.adapter == AdapterOrder(AdapterId("ab" * 32), "shop", place)
+        assert resumed.adapter == order.adapter
         assert resumed.output == (5,)
         (hosted,) = (order for order in successor.orders if isinstance(order, HostModel))
         assert hosted.where == f"hearth://{deployed.digest}"

@@ -459,6 +459,47 @@ def test_requests_of_one_group_have_its_salt_and_those_of_another_have_another(
     with_rig(data_dir, scene)
 
 
+def test_routing_finds_the_prompts_of_ones_own_group_alone(
+    data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hearth.policy.fleet.prefixes.LENGTHS", (4, 8, 16))
+
+    async def scene(rig: GatewayRig) -> None:
+        rig.join()
+        rig.join(worker=WorkerId("w1"))
+
+        async def count_cached(caller: Caller, prompt: list[int]) -> int:
+            stream = await rig.submit(ask(prompt), caller)
+            explained = rig.gateway.views.explain(stream.request_id, caller)
+            assert explained is not None
+            return sum(option.cached_tokens for option in explained.options)
+
+        prompt = list(range(10, 30))
+        assert await count_cached(ADA, prompt) == 0
+        assert await count_cached(BOB, prompt) == 0, "of another group"
+        assert await count_cached(AMY, prompt) == 16, "of the same group"
+        assert await count_cached(ADA, [*prompt[:9], 5, 5]) == 8
+        assert shown_value(rig.metrics, "hearth_routed_prefix_tokens_total") == 24
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_prompts_are_not_digested_for_one_worker(
+    data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hearth.policy.fleet.prefixes.LENGTHS", (1,))
+
+    async def scene(rig: GatewayRig) -> None:
+        for num_digests, name in enumerate(("w0", "w1")):
+            rig.join(worker=WorkerId(name))
+            stream = await rig.submit(ask([5] * 8), ANYBODY)
+            assert len(rig.driver.fleet.queues.requests[stream.request_id].prefixes) == num_digests
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
 def test_an_answer_is_the_text_behind_its_prompt_whoever_goes_on_with_it(
     data_dir: DataDir, deployed: Deployed
 ) -> None:

@@ -198,7 +198,7 @@ def test_a_snapshot_can_be_read_after_a_class_has_moved(
 
 def test_a_snapshot_whose_records_do_not_belong_together_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    rotated(path, 3, max_bytes=60_000)
+    rotated(path, 2, max_bytes=60_000)
     header, *events = path.read_text().splitlines(keepends=True)
     changed = json.loads(header)
     changed["fleet"]["replicas"][0]["worker"] = "nowhere"
@@ -231,39 +231,48 @@ def test_a_damaged_line_is_named(tmp_path: Path, damaged: str, why: str) -> None
 FORMAT = {
     "BrainConfig": (
         "max_queue patience_s max_drain_s takes_turns max_resumes queue_weight load_weight packing_s "
-        "spread_s priors"
+        "spread_s scaling priors"
     ),
+    "Arrivals": "last_s num_short num_long",
     "CancelRun": "request_id worker",
+    "ComputedPrompt": "num_tokens seconds",
     "Demand": "history_by_model",
     "DemandHistory": "last_s mean_interval_s",
     "DeviceReported": "now_s worker bytes_by_model",
     "Dispatch": "request_id model worker why waited_s options",
-    "DrainState": "model worker began_s victims gone",
+    "DrainState": "model worker began_s victims gone more",
     "End": "done failed stopped",
-    "Estimates": "reload mean_run_s run_s_by_model links",
+    "Estimates": "reload mean_run_s run_s_by_model links token_s_by_model arrivals",
     "Evict": "model worker cost_s is_freed",
     "FleetState": (
         "now_s step_number num_added most_by_node next_number timer_s kept_until_s estimates resting "
-        "draining kinds workers adapters models replicas drains unplaced refused_pins"
+        "draining kinds workers adapters models replicas drains unplaced refused_pins next_scaling_s used_s "
+        "no_pipeline_until_s"
     ),
-    "Footprint": "fixed_bytes min_kv_bytes max_kv_bytes workspace_bytes tables_bytes sink_bytes max_seqs",
+    "Footprint": "fixed_bytes min_kv_bytes max_kv_bytes workspace_bytes tables_bytes sink_bytes max_seqs "
+    "keeps_all kv_token_bytes",
     "Hold": "0 1 2 3 4",
     "KnownAdapters": "used",
+    "KnownPrefixes": "max_digests used",
     "LoadFailure": "message delay_s until_s is_deadly",
-    "LoadModel": "model worker kv_floor_bytes max_kv_bytes promise",
+    "LoadModel": "model worker kv_floor_bytes max_kv_bytes promise pipeline",
     "LoadProgressed": "now_s worker model num_bytes",
     "Model": (
         "name profile named_keep_alive_s is_stopped num_deadly_loads failure residency largest_holders "
         "resident_bytes"
     ),
     "ModelDeployed": "now_s profile",
-    "ModelFailed": "now_s worker model reason",
-    "ModelProfile": "model num_bytes footprints keep_alive_s is_pinned weight digest",
+    "Member": "worker begin end",
+    "ModelFailed": "now_s worker model reason is_cut_off",
+    "ModelProfile": "model num_bytes footprints keep_alive_s is_pinned weight digest labels min_replicas "
+    "max_replicas stages",
     "ModelReady": "now_s worker model rungs total_s ahead_bytes shared_bytes",
     "ModelRemoved": "now_s model",
     "ModelState": "facts waiting failed_on",
     "ModelStopped": "now_s model is_freed",
-    "Option": "worker queue_s load_s utilisation cost_s obstacle evict_s missing_bytes",
+    "Option": "worker queue_s load_s utilisation cost_s obstacle evict_s missing_bytes prompt_s "
+    "cached_tokens",
+    "PartBytes": "layer_bytes first_bytes last_bytes",
     "Promise": "own_bytes workspace_bytes standing_bytes",
     "RefusePin": "model worker message",
     "Reject": "request_id reason message retry_s",
@@ -272,37 +281,45 @@ FORMAT = {
     "Replica": (
         "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s has_served "
         "is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin is_pin_refused "
-        "notified_hold"
+        "notified_hold prefixes spare"
     ),
-    "ReplicaState": "model worker facts running",
+    "ReplicaState": "model worker facts running stages",
     "Request": (
-        "request_id number keep_alive_s digest line_s is_batch adapter num_losses queued_s queued_step "
-        "started_s awaits_turn"
+        "request_id number keep_alive_s digest line_s is_batch adapter prefixes num_losses queued_s "
+        "queued_step started_s awaits_turn"
     ),
     "RequestArrived": (
-        "now_s request_id model num_prompt_tokens max_tokens keep_alive_s digest is_batch adapter"
+        "now_s request_id model num_prompt_tokens max_tokens keep_alive_s digest is_batch adapter prefixes"
     ),
     "RequestCancelled": "now_s request_id",
-    "RequestFinished": "now_s request_id num_output_tokens how",
+    "RequestFinished": "now_s request_id num_output_tokens how prompt",
     "ResidencyReported": "now_s model bytes_by_rung node",
     "Rung": "disk host object peer",
     "RungUse": "rung num_bytes seconds",
     "RunningRate": "num_bytes seconds",
     "SetHold": "model worker hold",
     "SetTimer": "at_s",
+    "Spare": "need warm_s",
+    "StageSizes": "num_layers stored placed spare_bytes unit_bytes kv_layer_bytes kv_unit_bytes "
+    "num_lost_blocks workspace_bytes tables_bytes context_blocks max_seqs",
+    "StageState": "worker promise begin end total_bytes loaded_bytes is_ready",
     "Stop": "number is_freed",
     "TimerFired": "now_s",
     "TurnBegan": "now_s worker model",
     "TurnEnd": "ahead idle time",
     "TurnEnded": "now_s worker model why",
     "WantedAdapter": "adapter num_bytes",
-    "Why": "evicted free_room loading resident turns waited",
+    "Why": "demand evicted free_room loading resident turns waited",
     "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node",
     "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
     "Link": "bytes_per_s latency_s",
     "NodeLost": "now_s node",
     "NodeDraining": "now_s node is_draining",
     "LinkMeasured": "now_s source target bytes_per_s latency_s",
+    "AddWorkers": "model",
+    "ReleaseWorkers": "node",
+    "Pipeline": "name epoch members num_blocks",
+    "Scaling": "out_after_s in_after_s min_nodes",
 }
 
 
@@ -393,6 +410,7 @@ def test_what_was_recorded_is_on_disk_when_the_journal_is_closed(tmp_path: Path)
                 "digest": None,
                 "is_batch": False,
                 "adapter": None,
+                "prefixes": [],
             },
         ],
         "actions": [],

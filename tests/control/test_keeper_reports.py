@@ -56,7 +56,7 @@ def with_reports(
 ) -> None:
     async def run() -> None:
         with closing(GatewayRig(data_dir)) as rig:
-            reports = KeeperReports(keeper, rig.catalog, rig.driver, interval_s=0.01)
+            reports = KeeperReports(keeper, rig.catalog, rig.driver, rig.metrics, interval_s=0.01)
             try:
                 async with asyncio.timeout(60):
                     await scene(reports, rig)
@@ -154,6 +154,33 @@ def test_host_memory_is_what_chunks_take_and_unknown_without_a_keeper(
 
             await reports.refresh_host_memory(10.0)
             assert reports.host_memory is None
+
+        with_reports(data_dir, scene, KeeperClient(place / "s"))
+
+
+def test_chunks_that_no_disk_keeps_are_counted_over_the_lives_of_keepers_and_noted(
+    tmp_path: Path, data_dir: DataDir, deployed: Deployed
+) -> None:
+    with folder() as place, tiers_at(tmp_path / "root") as tiers:
+
+        async def scene(reports: KeeperReports, rig: GatewayRig) -> None:
+            async def counted(num_chunks: int) -> float | None:
+                tiers.disk.counters.num_not_kept = num_chunks
+                await reports.refresh_host_memory(10.0)
+                return rig.metrics.registry.get_sample_value(
+                    "hearth_fallbacks_total", {"what": "chunks_not_kept"}
+                )
+
+            with closing(LeaseServer(tiers, place / "s")):
+                assert await counted(0) == 0
+                assert reports.note is None
+                assert [await counted(num) for num in (3, 3, 5)] == [3, 3, 5]
+                assert "5 on node `local`;" in (reports.note or "")
+                assert [await counted(num) for num in (2, 0)] == [7, 7]  # another keeper, and another
+                assert reports.note is None
+                reports.chunks_not_kept(NodeId("gpu-2.1"), 4)
+                assert await counted(1) == 12
+                assert "1 on node `local`, 4 on node `gpu-2`;" in (reports.note or "")
 
         with_reports(data_dir, scene, KeeperClient(place / "s"))
 

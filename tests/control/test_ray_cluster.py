@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hearth.control.ray_cluster import RayNode, check_auth, usable
+from hearth.control.ray_cluster import RayNode, bundles_of, check_auth, departed, usable
 from hearth.core.config import ClusterConfig
 from hearth.core.errors import ConfigError
 
@@ -28,6 +28,29 @@ def test_only_nodes_with_gpus_get_an_agent_unless_cpus_are_asked_for() -> None:
 
 def test_a_node_that_ray_has_lost_gets_none() -> None:
     assert usable([ray_node("gone", is_alive=False, GPU=1.0)], 0) == []
+
+
+def test_a_machine_that_is_back_with_another_id_has_not_departed() -> None:
+    first, second = (RayNode(ray_id, "10.0.0.1", "one", 1.0, 8.0) for ray_id in ("1", "2"))
+    other = RayNode("3", "10.0.0.3", "three", 1.0, 8.0)
+    assert departed({first, second, other}, {second}) == {"three"}, "both lives were listed for a while"
+    assert departed({first}, {second}) == set()
+
+
+def test_the_autoscaler_is_asked_for_one_more_machine_like_the_largest() -> None:
+    small, large = (
+        RayNode("1", "10.0.0.1", "one", num_gpus=1.0, num_cpus=8.0),
+        RayNode("2", "10.0.0.2", "two", num_gpus=8.0, num_cpus=64.0),
+    )
+    whole = {"GPU": 8.0, "CPU": 64.0}
+    assert bundles_of({small, large}, 3, 0) == [{"GPU": 1.0, "CPU": 8.0}, whole, whole]
+    assert bundles_of({small, large}, 2, 0) == [{"GPU": 1.0, "CPU": 8.0}, whole], "the last one has come"
+
+
+def test_the_first_machine_has_a_gpu_unless_cpus_are_asked_for() -> None:
+    assert bundles_of((), 1, 0) == [{"GPU": 1}]
+    assert bundles_of((), 1, 16) == [{"CPU": 16}]
+    assert bundles_of((), 0, 16) == []
 
 
 def test_ray_must_authenticate_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,14 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
             "[models.x]\nmemory_floor_bytes = 2\nmemory_ceiling_bytes = 1\n",
             "`memory_floor_bytes` must not exceed `memory_ceiling_bytes`: 2 > 1",
         ),
+        (
+            "[models.x]\nmin_replicas = 3\nmax_replicas = 2\n",
+            "`min_replicas` must not exceed `max_replicas`: 3 > 2",
+        ),
+        (
+            '[models.x]\nlabels = ["zone = a"]\n',
+            "`models.NAME.labels` takes labels like \"zone=a\", given: 'zone = a'",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_key_limit_and_value(

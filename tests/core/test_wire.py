@@ -143,7 +143,7 @@ def test_an_order_is_no_fact() -> None:
 
 def test_messages_that_are_shown_hold_no_secret_and_no_words_of_users() -> None:
     order = StartRequest(3, ModelId("tiny"), (4242, 77), (99,), SamplingParams(seed=1), b"the salt")
-    setup = WorkerSetup(WORKER, "", 1, "the secret", "cpu", 0, 1, None, "", "", {}, None, "info")
+    setup = WorkerSetup(WORKER, "", 1, "the secret", "cpu", 0, 1, None, "", "", {}, None, "info", "")
 
     assert repr(order) == "<StartRequest run=3 model=tiny num_prompt_tokens=2 num_output_tokens=1>"
     assert "the secret" not in f"{setup!r} {setup}"

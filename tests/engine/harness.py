@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,7 +142,11 @@ def run(engine: Engine, requests: Sequence[EngineRequest]) -> list[Answer]:
     num_idle = 0
     while engine.has_work:
         outcome = engine.step()
+        if not outcome.has_run and engine.is_computing:
+            time.sleep(0.001)  # other stages compute on threads
         num_idle = 0 if outcome.outputs or outcome.failures else num_idle + 1
+        if num_idle and engine.is_computing:
+            time.sleep(0.001)  # other stages are at work
         assert num_idle < MAX_IDLE_STEPS, f"{num_idle} steps gave nobody anything; done so far: {answers}"
         for output in outcome.outputs:
             answer = answers[output.request_id]

@@ -106,6 +106,18 @@ def test_an_adapter_changes_what_is_said() -> None:
     assert len({tuple(answer.tokens) for answer in answers}) == len(turns)
 
 
+def test_a_cpu_runs_adapters_that_are_stored_for_a_gpu() -> None:
+    (asked,) = prompts("llama-gqa", [9])
+    turns, said = turns_of("llama-gqa"), []
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = engine_for("llama-gqa")
+        add(engine, *turns, dtype=dtype)
+        answers = run(engine, [request(engine, asked, one) for one in turns])
+        said.append([answer.tokens for answer in answers])
+
+    assert said[0] == said[1]
+
+
 def test_a_prefix_is_shared_by_requests_of_one_adapter_alone() -> None:
     (asked,) = prompts("llama-gqa", [21])
     engine = engine_for("llama-gqa")

@@ -8,6 +8,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +44,8 @@ from tests.engine.harness import (
     sample_rows,
     waited,
 )
+from tests.engine.pipeline_rig import pipeline_for
+from tests.engine.test_elastic import EXTENTS, elastic_memory
 from tests.engine.test_graphs import Source
 from tests.engine.test_prompt_reader import check_all, hidden_states
 from tests.models.zoo import build
@@ -63,6 +66,25 @@ FAMILIES = [
 def prompts(name: str, lengths: list[int]) -> list[list[int]]:
     model, _ = build(name)
     return prompts_for(model.config.vocab_size, lengths)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stages_on_a_device_give_the_best_tokens(name: str) -> None:
+    asked = prompts(name, [1, 3, 5, 17, 30, 9])
+    for num_flights, cuts in enumerate([[1], [1, 2]], start=1):
+        memory = partial(elastic_memory, device="cuda")
+        engine, runners = pipeline_for(
+            name, cuts, num_flights, device="cuda", memory=memory, is_kv_wide=num_flights == 2
+        )
+        for extent in EXTENTS:
+            engine.add_blocks(extent)
+        for _ in range(2):  # captured, then replayed
+            for prompt, answer in zip(asked, ask(engine, asked, greedy()), strict=True):
+                assert_greedy(name, prompt, answer.tokens)
+                assert len(answer.tokens) == 12
+        graphs = [runner.layers.graphs for runner in runners]
+        parts = [{key.part for key in each.captured} for each in graphs if each is not None]
+        assert [StepPart.TAIL in each for each in parts] == [False] * len(cuts) + [True]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

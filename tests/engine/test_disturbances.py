@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -20,8 +21,9 @@ from hearth.core.types import Pooling, PromptReading, RequestId, SamplingParams,
 from hearth.engine.engine import Engine, Output, StepOutcome
 from hearth.policy.batch.plan import EngineRequest
 from tests.engine.harness import MAX_IDLE_STEPS, ROOMY, TIE, TIES, engine_for
+from tests.engine.pipeline_rig import pipeline_for
 from tests.engine.test_adapters import add
-from tests.engine.test_elastic import EXTENTS, elastic_engine, take
+from tests.engine.test_elastic import EXTENTS, elastic_engine, elastic_memory
 from tests.models.adapters import RandomAdapter, random_adapter
 from tests.models.zoo import build
 
@@ -91,14 +93,20 @@ def alone(name: str, wish: Wish) -> list[Output]:
 class Disturbed:
     """An engine, its requests, and whatever happens to them. `counts` says how often."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, cuts: Sequence[int] = (), num_flights: int = 1) -> None:
+        """`cuts`: where stages begin, in a pipeline with so many steps in flight."""
         self.chance, self.name, self.counts = random.Random(seed), name, Counter[str]()
         config = replace(ROOMY, max_batch_tokens=self.chance.choice([5, 16, 64]), max_seqs=6)
-        self.engine = elastic_engine(name, config, FLOOR_BLOCKS)
+        if cuts:
+            memory = partial(elastic_memory, floor_blocks=FLOOR_BLOCKS)
+            self.engine, self.runners = pipeline_for(name, cuts, num_flights, config, memory=memory)
+        else:
+            self.engine = elastic_engine(name, config, FLOOR_BLOCKS)
+            self.runners = [self.engine.runner]
         self.engine.settles_later = self.chance.random() < 0.7
         self.absent, self.present = list(EXTENTS[:4]), list[range]()
         self.adapter = random_adapter(name, "all")
-        add(self.engine, self.adapter)
+        self.add_adapter()
         self.texts, self.ids = list[list[int]](), count()
         self.asked: dict[RequestId, Asked] = {}
 
@@ -121,6 +129,16 @@ class Disturbed:
         assert (usage.num_running, usage.num_waiting, usage.kv_used_blocks) == (0, 0, 0)
         assert not self.engine.tables.needed_bytes()
         assert len(self.engine.reading) == 0
+
+    def add_adapter(self) -> None:
+        own = self.adapter
+        self.engine.add_adapter(own.adapter, own.layout(), own.pieces())
+        for runner in self.runners[1:]:
+            runner.add_adapter(own.adapter, own.layout(), own.pieces())
+
+    def check_counts(self) -> None:
+        for what in ("preempted", "found prefixes", "cancelled", "extents taken"):
+            assert self.counts[what], f"nothing was disturbed: {self.counts}"
 
     def happens(self, probability: float) -> bool:
         return self.chance.random() < probability
@@ -164,7 +182,8 @@ class Disturbed:
             engine.settle()
         if self.happens(0.3) and self.present:
             extent = self.chance.choice(self.present)
-            if take(engine, extent, may_move=self.happens(0.7), may_preempt=self.happens(0.5)):
+            if engine.clear(extent, may_move=self.happens(0.7), may_preempt=self.happens(0.5)):
+                self.overwrite(list(extent))
                 self.present.remove(extent)
                 self.absent.append(extent)
                 self.counts["extents taken"] += 1
@@ -177,13 +196,21 @@ class Disturbed:
                 self.ask(request_id)
         if self.happens(0.2):
             engine.settle()
-            engine.runner.layers.kv[list(engine.batcher.blocks.free)] = math.nan
+            self.overwrite(list(engine.batcher.blocks.free))
         if self.happens(0.1):
+            tables = self.runners[-1].sampler.tables
             for table, num_bytes in engine.tables.needed_bytes().items():
-                if not engine.tables.has(table):
-                    engine.runner.place_table(table, torch.full((num_bytes,), 0xFF, dtype=torch.uint8))
+                if not tables.has(table):
+                    memory = torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+                    self.runners[-1].place_table(table, memory)
         if self.happens(0.1):
-            engine.move_adapter(self.adapter.adapter, self.adapter.layout(), self.adapter.pieces())
+            for runner in self.runners:
+                runner.remove_adapter(self.adapter.adapter)
+            self.add_adapter()
+
+    def overwrite(self, blocks: list[int]) -> None:
+        for runner in self.runners:
+            runner.layers.kv[blocks] = math.nan
 
 
 def assert_same(asked: Asked, *, is_whole: bool) -> None:
@@ -225,5 +252,22 @@ def assert_close(own: list[float], other: list[float]) -> None:
 def test_nobody_is_told_anything_else_than_alone(name: str, seed: int) -> None:
     disturbed = Disturbed(name, seed)
     disturbed.run()
-    for what in ("preempted", "found prefixes", "cancelled", "extents taken"):
-        assert disturbed.counts[what], f"nothing was disturbed: {disturbed.counts}"
+    disturbed.check_counts()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "seed", "cuts", "num_flights"),
+    [
+        ("llama-gqa", 5, [1], 2),
+        ("mistral-window", 0, [1, 2], 3),
+        ("opt-350m", 5, [2], 1),
+        ("neox-parallel", 3, [2], 4),
+    ],
+)
+def test_nobody_is_told_anything_else_by_stages(
+    name: str, seed: int, cuts: list[int], num_flights: int
+) -> None:
+    disturbed = Disturbed(name, seed, cuts, num_flights)
+    disturbed.run()
+    disturbed.check_counts()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,18 +29,20 @@ LENGTHS = [1, 3, 4, 5, 17, 30]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, logprobs=3, ignore_eos=True)
 
 
+def elastic_memory(spec: ModelSpec, floor_blocks: int = 32, device: str = "cpu") -> Memory:
+    sizes = (
+        workspace_bytes(spec, torch.device(device)),
+        tables_bytes(spec),
+        NUM_BLOCKS * block_bytes(spec),
+    )
+    parts = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
+    return Memory(*parts, SINK, floor_blocks)
+
+
 def elastic_engine(
     name: str, config: EngineConfig = ROOMY, floor_blocks: int = 32, device: str = "cpu"
 ) -> Engine:
-    def memory(spec: ModelSpec) -> Memory:
-        sizes = (
-            workspace_bytes(spec, torch.device(device)),
-            tables_bytes(spec),
-            NUM_BLOCKS * block_bytes(spec),
-        )
-        parts = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
-        return Memory(*parts, SINK, floor_blocks)
-
+    memory = partial(elastic_memory, floor_blocks=floor_blocks, device=device)
     engine = engine_over(build(name).directory, config, device, memory=memory)
     engine.runner.fill_tables()
     return engine

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -71,6 +71,13 @@ def sample(
         ),
         content,
     )
+
+
+def part_of(whole: Sample, has: Callable[[int], bool]) -> Sample:
+    """A stage of a model: its tensors at the offsets that `has` accepts."""
+    layout = whole.shape.stored
+    part = Layout(tuple(spec for spec in layout.tensors if has(spec.offset)), layout.num_bytes, is_part=True)
+    return Sample(replace(whole.shape, stored=part, served=part), whole.content)
 
 
 def wipe(freed: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
 from tests.memory.pool_actions import ADAPTERS, Action, actions, carry_out
-from tests.memory.pool_caller import Audited, Holds, PoolCaller, Sample, sample, wipe
+from tests.memory.pool_caller import Audited, Holds, PoolCaller, Sample, part_of, sample, wipe
 
 PAGE_BYTES = 8 << 10
 NUM_PAGES = 20
@@ -39,7 +39,7 @@ POOLS: dict[str, Callable[[EvictionTermsOf], AbstractContextManager[Audited]]] =
     "arena": arena,
 }
 
-A, B, C, D = (ModelId(name) for name in "abcd")
+A, B, C, D, E = (ModelId(name) for name in "abcde")
 SAMPLES: dict[ModelId, Sample] = {
     A: sample([1, 2, 3, 4, 5], PAGE_BYTES, digest=1, block_bytes=3000, tables_bytes=PAGE_BYTES + 100),
     # A fine-tune of the first, which also wants the same addresses.
@@ -51,6 +51,8 @@ SAMPLES: dict[ModelId, Sample] = {
     # Has chunks of another size than a page.
     D: sample([21, 22, 23], 4 * PAGE_BYTES, digest=3, cut_bytes=4096, workspace_bytes=0),
 }
+#: A stage of the first: a tensor at its beginning, as a tied embedding is, and others at its end.
+STAGE = SAMPLES[E] = part_of(SAMPLES[A], lambda at: at < 1000 or at >= 2 * PAGE_BYTES)
 CHANGED = sample([1, 2, 1, 31, 5], PAGE_BYTES, digest=9, block_bytes=2500)
 
 
@@ -93,6 +95,28 @@ def test_a_model_that_comes_back_lacks_only_its_tail(caller: PoolCaller) -> None
     assert caller.gaps[A][0].part.begin > layout.num_bytes / 2
     assert caller.gaps[A][-1].part.end > layout.tensors[-1].offset
     caller.end(A, is_whole=True)
+
+
+def test_a_stage_takes_memory_for_its_tensors_alone(caller: PoolCaller) -> None:
+    caller.begin(E)
+    own = STAGE.shape.stored.tensors
+    for gap in caller.gaps[E]:
+        begin, end = gap.part.begin // PAGE_BYTES * PAGE_BYTES, gap.part.end
+        assert any(spec.offset < end and begin < spec.end for spec in own), f"{gap.part} is not needed"
+    caller.end(E, is_whole=True)
+    holding = caller.holdings()[E]
+    assert holding.weights_bytes == holding.total_bytes < SAMPLES[A].shape.stored.num_bytes
+
+
+def test_a_stage_that_becomes_whole_and_a_smaller_one_again_is_intact(caller: PoolCaller) -> None:
+    small = part_of(SAMPLES[A], lambda at: at >= 3 * PAGE_BYTES)
+    for wanted in (STAGE, SAMPLES[A], small, STAGE):
+        caller.samples[E] = wanted
+        caller.retire(E)
+        assert caller.host(E)
+        caller.check()
+        holding = caller.holdings()[E]
+        assert holding.weights_bytes == holding.total_bytes
 
 
 def test_a_load_that_failed_gives_its_gaps_back(caller: PoolCaller) -> None:

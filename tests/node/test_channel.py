@@ -9,21 +9,26 @@ import pytest
 
 from hearth.core import wire
 from hearth.core.errors import ConfigError, JoinRefused, Unreachable
+from hearth.core.messages import Ping
 from hearth.core.node_messages import (
+    DATA_MAGIC,
     AskAuthority,
     AskTicket,
-    AuthorityIs,
+    AuthorityCertificate,
     HeadPulse,
     Join,
+    NodeMessage,
     NodeRefused,
-    TicketRefused,
+    QuestionRefused,
 )
-from hearth.core.types import LOCAL, NodeId
+from hearth.core.types import HEAD, LOCAL, WorkerId
 from hearth.node import channel as module
-from hearth.node.channel import DATA_MAGIC, Channel, ClusterPort, connect
-from hearth.node.credentials import HEAD, Authority
-from hearth.node.tickets import TICKET_BYTES, TicketCheck, TicketIssuer
-from tests.node.tls_cluster import HELLO, Cluster, Scene, member, nameless, to_head
+from hearth.node.channel import Channel, ClusterPort, Control, connect
+from hearth.node.credentials import Authority
+from hearth.node.link import MAX_UNREAD_BYTES
+from hearth.node.tickets import STORE_TICKET_BYTES, WORKER_TICKET_BYTES, TicketCheck, TicketIssuer
+from tests.node.test_link import Record
+from tests.node.tls_cluster import ADDRESS, HELLO, Cluster, Scene, member, nameless, to_head
 
 
 def test_members_exchange_messages_of_all_sizes(cluster: Cluster, play: Scene) -> None:
@@ -32,12 +37,12 @@ def test_members_exchange_messages_of_all_sizes(cluster: Cluster, play: Scene) -
             channel = await to_head(port, cluster.node)
             assert channel.peer == HEAD
             channel.send(HELLO)
-            assert await channel.receive() == HeadPulse(0)
+            assert await channel.receive() == HeadPulse()
             numbers = [*range(1, 50), 99_999, 0]
             for number in numbers:
                 channel.send(AskTicket(number, LOCAL))
             for number in numbers:
-                assert await channel.receive() == TicketRefused(number, "x" * number)
+                assert await channel.receive() == QuestionRefused(number, "x" * number)
             assert await cluster.came.get() == ("gpu-1", HELLO)
             channel.close()
             assert await channel.receive() is None
@@ -54,11 +59,11 @@ def test_a_peer_that_is_not_read_is_held_back_and_loses_nothing(cluster: Cluster
             for number in range(num_messages):
                 channel.send(AskTicket(100_000 * number + 99_999, LOCAL))
             await asyncio.sleep(0.2)
-            assert len(channel._buffer) < 4 * module.MAX_UNREAD_BYTES
-            assert await channel.receive() == HeadPulse(0)
+            assert channel._unread_bytes < 4 * MAX_UNREAD_BYTES
+            assert await channel.receive() == HeadPulse()
             for number in range(num_messages):
                 answer = await channel.receive()
-                assert isinstance(answer, TicketRefused)
+                assert isinstance(answer, QuestionRefused)
                 assert answer.number == 100_000 * number + 99_999
             channel.close()
 
@@ -77,62 +82,43 @@ def test_receive_that_is_cancelled_loses_nothing(cluster: Cluster, play: Scene) 
             channel._transport.write(frame[:7])
             await asyncio.sleep(0.05)
             channel._transport.write(frame[7:])
-            assert await channel.receive() == HeadPulse(0)
+            assert await channel.receive() == HeadPulse()
             channel.close()
 
     play(scene)
 
 
-def test_a_transport_is_handed_on_with_the_bytes_read_already(cluster: Cluster, play: Scene) -> None:
-    class Worker(asyncio.Protocol):
-        def __init__(self) -> None:
-            self.data, self.has_ended = b"", asyncio.Event()
-
-        def data_received(self, data: bytes) -> None:
-            self.data += data
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self.has_ended.set()
-
+def test_a_channel_becomes_the_link_of_a_worker(cluster: Cluster, play: Scene) -> None:
     async def scene() -> None:
-        worker, is_detached = Worker(), asyncio.Event()
+        record, is_link = Record(), asyncio.Event()
 
-        async def on_channel(channel: Channel) -> None:
-            assert await channel.receive() == HELLO
-            await asyncio.sleep(0.05)  # raw bytes come meanwhile
-            transport, read = channel.detach()
-            transport.set_protocol(worker)
-            worker.data_received(read)
-            transport.resume_reading()
-            transport.write(b"raw")
-            is_detached.set()
+        async def on_channel(channel: Channel, first: NodeMessage) -> None:
+            assert first == HELLO
+            await asyncio.sleep(0.05)  # frames come meanwhile
+            channel.become_link(WorkerId("w0"), record)
+            channel.send(Ping(1))
+            is_link.set()
 
-        port = await ClusterPort.listen(
-            "127.0.0.1",
-            0,
-            cluster.head.server_context(needs_certificate=False),
-            on_channel,
-            cluster.on_data,
-            cluster.authority.is_member,
-        )
+        control = Control(cluster.head.server_context(), on_channel, cluster.authority.is_member)
+        port = ClusterPort("127.0.0.1", 0, cluster.on_data, control)
         channel = await to_head(port.port, cluster.node)
+        mine = Record()
         channel.send(HELLO)
-        transport, _ = channel.detach()
-        mine = Worker()
-        transport.set_protocol(mine)
-        transport.resume_reading()
-        transport.write(b"a" * 1000)
-        await is_detached.wait()
-        transport.write(b"b" * 100_000)
-        while mine.data != b"raw" or len(worker.data) < 101_000:
-            await asyncio.sleep(0.005)
-        await port.close()  # does not end what was detached
-        assert not worker.has_ended.is_set()
-        transport.close()
-        await worker.has_ended.wait()
-        assert worker.data == b"a" * 1000 + b"b" * 100_000
+        channel.become_link(WorkerId("w0"), mine)
+        channel.forward(b"a" * 1000)
+        await is_link.wait()
+        channel.forward(b"b" * 100_000)
+        await record.until(2, record.bodies)
+        await mine.until(1, mine.bodies)
+        await port.close()  # does not end a link
+        assert not record.left_links
+        channel.close()
+        await record.until(1, record.left_links)
+        await mine.until(1, mine.left_links)
+        assert record.bodies == [b"a" * 1000, b"b" * 100_000]
+        assert [wire.order_of(body) for body in mine.bodies] == [Ping(1)]
         with pytest.raises(ConnectionResetError):
-            channel.detach()
+            channel.become_link(WorkerId("w0"), mine)
 
     play(scene)
 
@@ -143,10 +129,10 @@ def test_strangers_may_only_ask_to_join(cluster: Cluster, play: Scene) -> None:
             for question in (AskAuthority(), Join("1", "2", "gpu-9", b"")):
                 asking = await nameless(port)
                 asking.send(question)
-                assert await asking.receive() == HeadPulse(0)
+                assert await asking.receive() == HeadPulse()
                 assert await cluster.came.get() == (None, question)
                 asking.close()
-            for forbidden in (HELLO, AskTicket(1, LOCAL), AuthorityIs(b"")):
+            for forbidden in (HELLO, AskTicket(1, LOCAL), AuthorityCertificate(b"")):
                 stranger = await nameless(port)
                 stranger.send(forbidden)
                 answer = await stranger.receive()
@@ -174,7 +160,7 @@ def test_a_removed_member_is_told_so(cluster: Cluster, play: Scene) -> None:
 
 
 def test_certificates_of_another_cluster_get_nowhere(cluster: Cluster, play: Scene) -> None:
-    other = Authority.create(cluster.path / "other")
+    other = Authority.create(cluster.path / "other", ADDRESS)
     foreign = member(other, cluster.path / "b", "gpu-1")
 
     async def scene() -> None:
@@ -209,9 +195,9 @@ def test_garbage_is_closed(cluster: Cluster, play: Scene) -> None:
         b"\x16" + b"\xff" * 600,
         b"\x16\x03\x01\x00\x05garbage",
         b"HTTP" * 100,
-        DATA_MAGIC + b"z" * 2 * TICKET_BYTES + b"\n",
-        DATA_MAGIC + b"\xe9" * 2 * TICKET_BYTES + b"\n",
-        DATA_MAGIC + b"0" * (2 * TICKET_BYTES + 1),
+        DATA_MAGIC + b"z" * 2 * STORE_TICKET_BYTES + b"\n",
+        DATA_MAGIC + b"\xe9" * 2 * STORE_TICKET_BYTES + b"\n",
+        DATA_MAGIC + b"0" * (2 * WORKER_TICKET_BYTES + 1),
         wire.frame(HELLO),
     ]
 
@@ -242,7 +228,7 @@ async def _all(reader: asyncio.StreamReader) -> bytes:
 @pytest.mark.parametrize(
     "frame",
     [
-        wire.HEADER.pack(module.MAX_FIRST_BYTES + 1),
+        wire.HEADER.pack(wire.MAX_FRAME_BYTES + 1),
         wire.HEADER.pack(5) + b"\xff" * 5,
         wire.HEADER.pack(len(wire.frame(HELLO)) - 9) + wire.frame(HELLO)[4:-5],
     ],
@@ -282,10 +268,10 @@ def test_slow_strangers_are_closed(cluster: Cluster, play: Scene, monkeypatch: p
                 assert await channel.receive() is None
             member_channel = await to_head(port, cluster.node)  # has all the time once it is known
             member_channel.send(HELLO)
-            assert await member_channel.receive() == HeadPulse(0)
+            assert await member_channel.receive() == HeadPulse()
             await asyncio.sleep(0.5)
             member_channel.send(HELLO)
-            assert await member_channel.receive() == HeadPulse(0)
+            assert await member_channel.receive() == HeadPulse()
             member_channel.close()
 
     play(scene)
@@ -302,7 +288,7 @@ def test_a_stranger_that_does_not_read_its_answer_is_closed(
             asking.send(AskAuthority())  # and keeps the connection open, which its handler waits for
             await cluster.came.get()
             await cluster.no_strangers()
-            assert await asking.receive() == HeadPulse(0)
+            assert await asking.receive() == HeadPulse()
             assert await asking.receive() is None
 
     play(scene)
@@ -313,20 +299,20 @@ def test_beyond_the_limit_the_oldest_stranger_gives_way(cluster: Cluster, play: 
         async with cluster.listening() as port:
             known = await to_head(port, cluster.node)
             known.send(HELLO)
-            assert await known.receive() == HeadPulse(0)
+            assert await known.receive() == HeadPulse()
             slow = []
             for _ in range(2 * module.MAX_STRANGERS + 3):
                 slow.append(await asyncio.open_connection("127.0.0.1", port))
                 slow[-1][1].write(b"\x16")
-            for reader, _ in slow[: module.MAX_STRANGERS + 3]:
+            for reader, _ in slow[: -module.MAX_OF_ADDRESS]:
                 assert await _all(reader) == b""
             assert cluster.port is not None
-            assert len(cluster.port._strangers) <= module.MAX_STRANGERS
+            assert len(cluster.port._strangers) <= module.MAX_OF_ADDRESS
             known.send(HELLO)  # members are not among them
-            assert await known.receive() == HeadPulse(0)
+            assert await known.receive() == HeadPulse()
             late = await to_head(port, cluster.node)
             late.send(HELLO)
-            assert await late.receive() == HeadPulse(0)
+            assert await late.receive() == HeadPulse()
             for _, writer in slow:
                 writer.close()
             known.close()
@@ -335,8 +321,47 @@ def test_beyond_the_limit_the_oldest_stranger_gives_way(cluster: Cluster, play: 
     play(scene)
 
 
+def test_strangers_of_one_address_do_not_crowd_out_others(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            other = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+            crowd = [
+                await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * module.MAX_STRANGERS)
+            ]
+            for reader, _ in crowd[: -module.MAX_OF_ADDRESS]:
+                assert await _all(reader) == b""
+            assert not other[0].at_eof()
+            more = [
+                await asyncio.open_connection("127.0.0.1", port, local_addr=(f"127.0.0.{3 + number}", 0))
+                for number in range(module.MAX_STRANGERS)
+            ]
+            assert await _all(other[0]) == b""  # the oldest of all
+            assert cluster.port is not None
+            assert len(cluster.port._strangers) <= module.MAX_STRANGERS
+            for _, writer in (other, *crowd, *more):
+                writer.close()
+
+    play(scene)
+
+
+def test_the_port_of_a_node_takes_data_connections_alone(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        port = ClusterPort("127.0.0.1", 0, cluster.on_data)
+        with pytest.raises(Unreachable):
+            await to_head(port.port, cluster.node)
+        ticket = TicketIssuer().issue(LOCAL)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(DATA_MAGIC + ticket.hex().encode() + b"\nx")
+        assert await reader.read() == b""
+        writer.close()
+        await port.close()
+        assert cluster.data == [(ticket, b"x")]
+
+    play(scene)
+
+
 def test_a_data_connection_is_passed_on_behind_its_ticket(cluster: Cluster, play: Scene) -> None:
-    ticket = TicketIssuer(NodeId("gpu-2")).issue(LOCAL)
+    ticket = TicketIssuer().issue(LOCAL)
 
     async def scene() -> None:
         async with cluster.listening() as port:
@@ -355,9 +380,8 @@ def test_a_data_connection_is_passed_on_behind_its_ticket(cluster: Cluster, play
 
 
 def test_a_replayed_ticket_and_one_of_another_life_get_nowhere(cluster: Cluster, play: Scene) -> None:
-    target = NodeId("gpu-2.1")
-    issuer, earlier = TicketIssuer(target), TicketIssuer(NodeId("gpu-2"))
-    check = TicketCheck(target, issuer.key)
+    issuer, earlier = TicketIssuer(), TicketIssuer()
+    check = TicketCheck(issuer.key)
 
     def admit(connection: socket.socket, ticket: bytes) -> None:
         with connection:
@@ -369,7 +393,7 @@ def test_a_replayed_ticket_and_one_of_another_life_get_nowhere(cluster: Cluster,
         async with cluster.listening() as port:
             ticket = issuer.issue(LOCAL)
             for given, answer in (
-                (bytes(TICKET_BYTES), b""),
+                (bytes(STORE_TICKET_BYTES), b""),
                 (ticket, b"admitted"),
                 (ticket, b""),
                 (earlier.issue(LOCAL), b""),
@@ -388,7 +412,7 @@ def test_closing_the_port_ends_members_and_strangers(cluster: Cluster, play: Sce
         async with cluster.listening() as port:
             known = await to_head(port, cluster.node)
             known.send(HELLO)
-            assert await known.receive() == HeadPulse(0)
+            assert await known.receive() == HeadPulse()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"\x16")
         assert await known.receive() is None
@@ -404,13 +428,7 @@ def test_a_port_in_use_is_named(cluster: Cluster, play: Scene) -> None:
     async def scene() -> None:
         async with cluster.listening() as port:
             with pytest.raises(ConfigError, match=f"cannot listen on `127.0.0.1:{port}` for the cluster"):
-                await ClusterPort.listen(
-                    "127.0.0.1",
-                    port,
-                    cluster.head.server_context(needs_certificate=False),
-                    cluster.on_channel,
-                    cluster.on_data,
-                )
+                ClusterPort("127.0.0.1", port, cluster.on_data)
 
     play(scene)
 

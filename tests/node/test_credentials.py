@@ -13,24 +13,23 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from hearth.core.errors import ConfigError, JoinRefused
+from hearth.core.types import HEAD, server_name
 from hearth.node import credentials as module
 from hearth.node.credentials import (
-    HEAD,
     Authority,
     Credentials,
     Token,
     keep_certificate,
     own_key,
     peer_of,
-    server_name,
     signing_request,
 )
-from tests.node.tls_cluster import member, token_of
+from tests.node.tls_cluster import ADDRESS, member, token_of
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    return Authority.create(tmp_path / "head")
+    return Authority.create(tmp_path / "head", ADDRESS)
 
 
 def test_a_token_admits_several_nodes_and_only_its_hash_is_kept(authority: Authority, tmp_path: Path) -> None:
@@ -40,11 +39,15 @@ def test_a_token_admits_several_nodes_and_only_its_hash_is_kept(authority: Autho
         assert authority.admit(token.token_id, token.secret, name, request).startswith(b"-----BEGIN CERT")
 
     files = [path for path in (tmp_path / "head").iterdir() if path.is_file()]
-    assert len(files) == 6
+    assert len(files) == 7
     assert all(token.secret not in path.read_text() for path in files)
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
     assert (tmp_path / "head").stat().st_mode & 0o777 == 0o700
     assert token.secret not in repr(token)
+
+
+def key_of(credentials: Credentials) -> str:
+    return module._key_hash(credentials._certificate.public_key())
 
 
 def expire(path: Path) -> None:
@@ -105,23 +108,22 @@ def test_a_name_is_given_again_only_to_its_own_key(authority: Authority, tmp_pat
         tmp_path / "a", authority.certificate_pem, authority.renew("gpu-1", again.request()), "head:1"
     )
 
-    serials = [one._certificate.serial_number for one in (first, again, renewed)]
-    assert [authority.is_member("gpu-1", serial) for serial in serials] == [False, False, True]
+    keys = [key_of(one) for one in (first, again, renewed)]
+    assert [authority.is_member("gpu-1", key) for key in keys] == [True, True, True]
 
 
 def test_a_removed_member_cannot_renew_and_its_name_is_free(authority: Authority, tmp_path: Path) -> None:
     old = member(authority, tmp_path / "a", "gpu-1")
-    serial = old._certificate.serial_number
-    assert authority.is_member("gpu-1", serial)
+    assert authority.is_member("gpu-1", key_of(old))
 
     authority.remove("gpu-1")
 
-    assert not authority.is_member("gpu-1", serial)
+    assert not authority.is_member("gpu-1", key_of(old))
     with pytest.raises(JoinRefused, match="no longer a node of the cluster; to join"):
         authority.renew("gpu-1", old.request())
     new = member(authority, tmp_path / "b", "gpu-1")
-    assert authority.is_member("gpu-1", new._certificate.serial_number)
-    assert not authority.is_member("gpu-1", serial)
+    assert authority.is_member("gpu-1", key_of(new))
+    assert not authority.is_member("gpu-1", key_of(old))
     with pytest.raises(ConfigError, match="no node of the cluster is called 'gpu-9'; nodes: gpu-1"):
         authority.remove("gpu-9")
 
@@ -152,10 +154,10 @@ def test_requests_that_are_not_signed_by_their_own_key_are_refused(
 def test_an_authority_is_created_once_and_opened_again(authority: Authority, tmp_path: Path) -> None:
     assert Authority.open(tmp_path / "head").fingerprint == authority.fingerprint
     with pytest.raises(ConfigError, match="this machine is the head of a cluster already"):
-        Authority.create(tmp_path / "head")
+        Authority.create(tmp_path / "head", ADDRESS)
     member(authority, tmp_path / "a", "gpu-1")
     with pytest.raises(ConfigError, match="this machine is a node of a cluster already"):
-        Authority.create(tmp_path / "a")
+        Authority.create(tmp_path / "a", ADDRESS)
     with pytest.raises(ConfigError, match="create one with `hearth cluster init`"):
         Authority.open(tmp_path / "a")
     assert Credentials.open(tmp_path / "nothing") is None
@@ -164,7 +166,7 @@ def test_an_authority_is_created_once_and_opened_again(authority: Authority, tmp
 def test_damaged_files_are_named(authority: Authority, tmp_path: Path) -> None:
     (tmp_path / "head" / "members.json").write_text("[1")
     with pytest.raises(ConfigError, match=r"members\.json` cannot be read"):
-        authority.is_member("gpu-1", 1)
+        authority.is_member("gpu-1", "")
     for file in ("node.pem", "ca.key"):
         (tmp_path / "head" / file).write_text("no PEM")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -193,9 +195,9 @@ def test_a_token_that_is_not_whole_is_refused_without_showing_it() -> None:
 
 def shake_hands(
     server: ssl.SSLContext, client: ssl.SSLContext, expects: str
-) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+) -> tuple[tuple[str, str] | None, tuple[str, str] | None]:
     """Return whom each side sees: the server its client, the client its server. Raises ssl.SSLError."""
-    seen: list[tuple[str, int] | None] = []
+    seen: list[tuple[str, str] | None] = []
     errors: list[OSError] = []
     near, far = socket.socketpair()
 
@@ -226,12 +228,12 @@ def test_members_see_each_others_verified_names(authority: Authority, tmp_path: 
     head, node = Credentials.open(tmp_path / "head"), member(authority, tmp_path / "a", "gpu-1")
     assert head is not None
 
-    contexts = head.server_context(needs_certificate=True), node.client_context()
+    contexts = head.server_context(), node.client_context()
     for context in contexts:
         context.verify_flags |= ssl.VERIFY_X509_STRICT  # later versions of Python set it by default
     seen_by_head, seen_by_node = shake_hands(*contexts, HEAD)
 
-    assert seen_by_head == ("gpu-1", node._certificate.serial_number)
+    assert seen_by_head == ("gpu-1", key_of(node))
     assert seen_by_node is not None
     assert seen_by_node[0] == HEAD
     assert not authority.is_member(*seen_by_node)
@@ -240,33 +242,30 @@ def test_members_see_each_others_verified_names(authority: Authority, tmp_path: 
 def test_a_node_that_poses_as_the_head_is_refused(authority: Authority, tmp_path: Path) -> None:
     posing, node = (member(authority, tmp_path / name, name) for name in ("gpu-1", "gpu-2"))
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
-        shake_hands(posing.server_context(needs_certificate=True), node.client_context(), HEAD)
+        shake_hands(posing.server_context(), node.client_context(), HEAD)
 
 
 def test_another_cluster_with_the_same_names_is_refused(authority: Authority, tmp_path: Path) -> None:
-    other = Authority.create(tmp_path / "other")
+    other = Authority.create(tmp_path / "other", ADDRESS)
     foreign, node = member(other, tmp_path / "b", "gpu-1"), member(authority, tmp_path / "a", "gpu-1")
     head, other_head = (Credentials.open(tmp_path / name) for name in ("head", "other"))
     assert head is not None
     assert other_head is not None
 
     with pytest.raises(ssl.SSLCertVerificationError):
-        shake_hands(other_head.server_context(needs_certificate=True), node.client_context(), HEAD)
-    for needs_certificate in (True, False):  # one that is shown has to be right, also where none is needed
-        trusting = foreign.client_context()
-        trusting.load_verify_locations(tmp_path / "head" / "ca.pem")
-        with pytest.raises(ssl.SSLError):
-            shake_hands(head.server_context(needs_certificate=needs_certificate), trusting, HEAD)
+        shake_hands(other_head.server_context(), node.client_context(), HEAD)
+    trusting = foreign.client_context()
+    trusting.load_verify_locations(tmp_path / "head" / "ca.pem")
+    with pytest.raises(ssl.SSLError):
+        shake_hands(head.server_context(), trusting, HEAD)
 
 
-def test_a_client_without_a_certificate_is_refused_or_nameless(authority: Authority, tmp_path: Path) -> None:
+def test_a_client_without_a_certificate_is_nameless(authority: Authority, tmp_path: Path) -> None:
     head = Credentials.open(tmp_path / "head")
     assert head is not None
     nameless = ssl.create_default_context(cadata=authority.certificate_pem.decode())
 
-    with pytest.raises(ssl.SSLError):
-        shake_hands(head.server_context(needs_certificate=True), nameless, HEAD)
-    seen, _ = shake_hands(head.server_context(needs_certificate=False), nameless, HEAD)
+    seen, _ = shake_hands(head.server_context(), nameless, HEAD)
     assert seen is None
 
 
@@ -282,7 +281,7 @@ def test_a_member_cannot_sign_certificates(authority: Authority, tmp_path: Path)
     assert head is not None
 
     with pytest.raises(ssl.SSLCertVerificationError, match="invalid CA"):
-        shake_hands(head.server_context(needs_certificate=True), posing.client_context(), HEAD)
+        shake_hands(head.server_context(), posing.client_context(), HEAD)
 
 
 def test_older_protocols_than_tls_1_3_are_refused(authority: Authority, tmp_path: Path) -> None:
@@ -291,4 +290,4 @@ def test_older_protocols_than_tls_1_3_are_refused(authority: Authority, tmp_path
     old = node.client_context()
     old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError):
-        shake_hands(head.server_context(needs_certificate=True), old, HEAD)
+        shake_hands(head.server_context(), old, HEAD)

@@ -8,13 +8,12 @@ from contextlib import asynccontextmanager
 
 from hearth.core import wire
 from hearth.core.messages import Fact, Ping, Pong, WorkerEnded, WorkerHello
-from hearth.core.node_messages import WorkerOpened
+from hearth.core.node_messages import NodeMessage, WorkerOpened
 from hearth.core.types import NodeId, WorkerId
-from hearth.node.channel import Channel, ClusterPort
-from hearth.node.link import MAX_UNREAD_BYTES, FrameLink
-from hearth.node.relay import WorkerRelay, link_over
-from hearth.node.worker_link import WorkerLink
-from tests.node.test_worker_link import SECRET, Peer, Record
+from hearth.node.channel import Channel, ClusterPort, Control
+from hearth.node.link import MAX_UNREAD_BYTES, FrameLink, WorkerLink
+from hearth.node.relay import WorkerRelay
+from tests.node.test_link import SECRET, Peer, Record
 from tests.node.tls_cluster import Cluster, Scene, to_head
 
 WORKER = WorkerId("gpu-1/w0")
@@ -35,10 +34,9 @@ class Relayed:
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Peer]:
         """A worker that has joined its node, which has opened its connection to the head."""
-        credentials = self._cluster.head.server_context(needs_certificate=False)
-        port = await ClusterPort.listen(
-            "127.0.0.1", 0, credentials, self._on_channel, lambda *_: None, self._cluster.authority.is_member
-        )
+        head, is_member = self._cluster.head, self._cluster.authority.is_member
+        control = Control(head.server_context(), self._on_channel, is_member)
+        port = ClusterPort("127.0.0.1", 0, lambda *_: None, control)
         self._port = port.port
         server = await asyncio.get_running_loop().create_server(
             lambda: WorkerLink(SECRET, lambda worker: worker == WORKER, self), "127.0.0.1", 0
@@ -55,12 +53,11 @@ class Relayed:
         finally:
             await port.close()
 
-    async def _on_channel(self, channel: Channel) -> None:
-        message = await channel.receive()
+    async def _on_channel(self, channel: Channel, message: NodeMessage) -> None:
         assert isinstance(message, WorkerOpened)
-        self.opened, self.head_link = message, FrameLink(message.hello.worker, self.head)
-        link_over(channel, self.head_link)
-        self.head.joined(self.head_link, message.hello)
+        self.opened, self.head_link = message, channel
+        channel.become_link(message.hello.worker, self.head)
+        self.head.joined(channel, message.hello)
 
     # What the worker's own link tells its node.
 

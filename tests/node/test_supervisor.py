@@ -20,9 +20,9 @@ from hearth.core.messages import KeeperPulse, KeeperSetup, WorkerFarewell, Worke
 from hearth.core.types import ModelId, WorkerId
 from hearth.node import keeper_process, processes
 from hearth.node import supervisor as supervision
+from hearth.node.link import WorkerLink
 from hearth.node.processes import MAX_REASON, Vigilance, WorkerEnding, WorkerProcess, ending_of
 from hearth.node.supervisor import MAX_FAILED_STARTS, Supervisor
-from hearth.node.worker_link import WorkerLink
 from hearth.node.worker_seat import Killed, Starting, Waiting, WorkerSeat
 from tests.worker.harness import folder, keeper_setup
 
@@ -39,7 +39,8 @@ from hearth.node.supervisor import Supervisor
 async def main(path):
     keeper = KeeperSetup(f"{path}/keeper.sock", "cpu", path, None, 16 << 20, "info")
     supervisor = Supervisor(None, keeper, 1, Vigilance(60.0, 60.0, 3), None)
-    await supervisor.start()
+    await supervisor.start_keeper()
+    supervisor.start_workers("")
     await asyncio.Event().wait()
 
 with tempfile.TemporaryDirectory() as path:
@@ -285,7 +286,7 @@ def setup_of(index: int, worker: WorkerId) -> WorkerSetup:
     """A worker whose engine takes no sequences, which no engine can."""
     engine: dict[str, int | float | str | None] = {"max_seqs": 0}
     return WorkerSetup(
-        worker, "127.0.0.1", 1, "", "cpu", index, 1, 1 << 24, "", "", engine, 1, "info", turns=True
+        worker, "127.0.0.1", 1, "", "cpu", index, 1, 1 << 24, "", "", engine, 1, "info", "", turns=True
     )
 
 
@@ -299,7 +300,8 @@ def supervised(
         told: list[NoWorkers] = []
         vigilance = Vigilance(60.0, heartbeat_s, MAX_MISSED)
         supervisor = kind(setup_of, keeper_setup(place), num_workers, vigilance, None, told.append)
-        await supervisor.start()
+        await supervisor.start_keeper()
+        supervisor.start_workers("")
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await scene(supervisor, told)

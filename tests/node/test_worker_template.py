@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import torch
 
 from hearth.core.beacon import new_beacon_file
 from hearth.core.types import WorkerId
-from hearth.node import template_process, worker_template
+from hearth.node import processes, template_process, worker_template
 from hearth.node.processes import ending_of
 from hearth.node.template_process import TemplateProcess, start_template
 from hearth.node.worker_template import ForkedWorker, WorkerTemplate
@@ -49,6 +50,21 @@ from hearth.worker import template
 template.import_worker = lambda: lambda: None
 template.obstacle = lambda: None
 template.reseed = lambda: None
+template.main()
+"""
+
+#: One that says when it imports, and does so until the socket closes.
+IMPORTS = """
+import os, select, socket
+from hearth.worker import template
+
+def import_worker():
+    gateway = socket.socket(fileno=os.dup(0))
+    gateway.send(b"imports")
+    select.select([gateway], [], [])
+
+template.import_worker = import_worker
+template.obstacle = lambda: None
 template.main()
 """
 
@@ -133,7 +149,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 def unfit_rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """One whose templates run a script."""
     monkeypatch.setattr(template_process, "COMMAND", ("-S", "-c", request.param))
-    monkeypatch.setattr(worker_template, "RETRY_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(worker_template, "FORK_S", 0.1)
     with a_template() as rig:
         yield rig
@@ -219,10 +235,7 @@ def test_a_worker_that_is_given_up_while_it_is_forked_is_not_taken_for_the_next(
     finally:
         os.close(beacon)
     worker = rig.fork()
-    assert (
-        Path(f"/proc/{worker.pid}/fd/0").readlink()
-        == Path(f"/proc/self/fd/{worker.stdin.fileno()}").readlink()
-    )
+    assert opened(worker)[0] == os.readlink(f"/proc/self/fd/{worker.stdin.fileno()}")
     assert rig.template.pid == before
     worker.kill()
     assert rig.code(worker) == -signal.SIGKILL
@@ -262,7 +275,7 @@ def test_without_a_template_workers_are_spawned_which_is_logged_counted_and_note
 def test_a_first_template_of_which_nothing_is_left_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it ended before there was a service, in a process whose children the kernel reaps."""
     monkeypatch.setattr(template_process, "COMMAND", ("-S", "-c", ENDS))
-    monkeypatch.setattr(worker_template, "RETRY_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_DELAY_S", 0.01)
     gone = subprocess.Popen(["true"])
     gone.wait()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -283,7 +296,7 @@ def test_a_template_that_does_not_answer_is_killed_and_the_worker_spawned(unfit_
 @pytest.fixture
 def empty_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(template_process, "COMMAND", ("-c", EMPTY))
-    monkeypatch.setattr(worker_template, "RETRY_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(worker_template, "FORK_S", 1.0)
     with a_template() as rig:
         assert rig.code(rig.fork()) == 1, "there is a template"
@@ -370,6 +383,19 @@ def test_a_template_whose_command_has_ended_before_it_ends_without_a_word(tmp_pa
     """As where the command was wrong: the kernel is asked to end it too late, and it would import torch."""
     with (tmp_path / "errors").open("w") as errors:
         started = start_template(errors.fileno())
+        started.socket.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]) == 0
+    assert (tmp_path / "errors").read_text() == ""
+
+
+@pytest.mark.parametrize("script", [IMPORTS, EMPTY], ids=["importing", "ready"])
+def test_a_template_whose_command_ends_without_reading_its_answer_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
+) -> None:
+    monkeypatch.setattr(template_process, "COMMAND", ("-c", script))
+    with (tmp_path / "errors").open("w") as errors:
+        started = start_template(errors.fileno())
+        assert select.select([started.socket], [], [], PATIENCE_S)[0]
         started.socket.close()
         assert os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]) == 0
     assert (tmp_path / "errors").read_text() == ""

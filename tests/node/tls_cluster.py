@@ -12,10 +12,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hearth.core.node_messages import AskAuthority, AskTicket, HeadPulse, Join, NodeHello, TicketRefused
-from hearth.node.channel import Channel, ClusterPort, NodeMessage, connect
+from hearth.core.node_messages import (
+    AskAuthority,
+    AskTicket,
+    HeadPulse,
+    Join,
+    NodeHello,
+    NodeMessage,
+    QuestionRefused,
+)
+from hearth.core.types import HEAD
+from hearth.node.channel import Channel, ClusterPort, Control, connect
 from hearth.node.credentials import (
-    HEAD,
     Authority,
     Credentials,
     Token,
@@ -26,6 +34,8 @@ from hearth.node.credentials import (
 from hearth.node.join import answer_stranger
 
 Scene = Callable[[Callable[[], Awaitable[None]]], None]
+#: Of the head, for other machines.
+ADDRESS = "127.0.0.1:7610"
 HELLO = NodeHello(1, "gpu-1", "cpu", ("a CPU",), 1 << 30, 7610)
 
 
@@ -36,7 +46,7 @@ def token_of(authority: Authority, ttl_s: float = 60.0) -> Token:
 def member(authority: Authority, path: Path, name: str) -> Credentials:
     token, request = token_of(authority), signing_request(name, own_key(path))
     certificate = authority.admit(token.token_id, token.secret, name, request)
-    return keep_certificate(path, authority.certificate_pem, certificate, "127.0.0.1:7610")
+    return keep_certificate(path, authority.certificate_pem, certificate, ADDRESS)
 
 
 def play_on(
@@ -77,33 +87,26 @@ class Cluster:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[int]:
-        self.port = await ClusterPort.listen(
-            "127.0.0.1",
-            0,
-            self.head.server_context(needs_certificate=False),
-            self.on_channel,
-            self.on_data,
-            self.authority.is_member,
-        )
+        control = Control(self.head.server_context(), self.on_channel, self.authority.is_member)
+        self.port = ClusterPort("127.0.0.1", 0, self.on_data, control)
         try:
             yield self.port.port
         finally:
             await self.port.close()
 
-    async def on_channel(self, channel: Channel) -> None:
+    async def on_channel(self, channel: Channel, first: NodeMessage) -> None:
         """Answer each message of a peer until it leaves; requests to join as a head does, if it `joins`."""
-        first = await channel.receive()
-        assert first is not None
-        channel.put_back(first)
         if self.joins and isinstance(first, AskAuthority | Join):
             self.came.put_nowait((channel.peer, first))
-            return await answer_stranger(channel, self.authority)
-        while (message := await channel.receive()) is not None:
+            return await answer_stranger(channel, first, self.authority)
+        message: NodeMessage | None = first
+        while message is not None:
             self.came.put_nowait((channel.peer, message))
             if isinstance(message, AskTicket):
-                channel.send(TicketRefused(message.number, "x" * (message.number % 100_000)))
+                channel.send(QuestionRefused(message.number, "x" * (message.number % 100_000)))
             else:
-                channel.send(HeadPulse(0))
+                channel.send(HeadPulse())
+            message = await channel.receive()
 
     def on_data(self, connection: socket.socket, ticket: bytes) -> None:
         with connection:
@@ -127,7 +130,7 @@ async def nameless(port: int) -> Channel:
 
 
 def new_cluster(path: Path) -> Cluster:
-    authority = Authority.create(path / "head")
+    authority = Authority.create(path / "head", ADDRESS)
     head, node = Credentials.open(path / "head"), member(authority, path / "a", "gpu-1")
     assert head is not None
     return Cluster(path, authority, head, node)

@@ -82,14 +82,21 @@ def write_hermes(plain: Path, directory: Path) -> Path:
     return directory
 
 
-def write_tiny(directory: Path, seed: int, hidden_size: int = HIDDEN_SIZE) -> Path:
+def write_tiny(directory: Path, seed: int, **sizes: int) -> Path:
     """A converted Llama of random weights; another seed is another model of the same size."""
-    checkpoint = write_checkpoint(directory.with_name(f"{directory.name}-checkpoint"), seed, hidden_size)
+    checkpoint = directory.with_name(f"{directory.name}-checkpoint")
+    write_checkpoint(checkpoint, seed, **sizes)
     convert(checkpoint, directory, dtype="float32", chunk_bytes=4 << 20)
     return directory
 
 
-def write_checkpoint(directory: Path, seed: int, hidden_size: int = HIDDEN_SIZE) -> Path:
+def write_checkpoint(
+    directory: Path,
+    seed: int,
+    hidden_size: int = HIDDEN_SIZE,
+    num_layers: int = NUM_LAYERS,
+    intermediate_size: int = INTERMEDIATE_SIZE,
+) -> Path:
     """The same as a Hugging Face directory."""
     directory.mkdir(parents=True)
     assert _texts, "the fixture `shelf` reads the texts first"
@@ -99,8 +106,8 @@ def write_checkpoint(directory: Path, seed: int, hidden_size: int = HIDDEN_SIZE)
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": hidden_size,
-        "intermediate_size": INTERMEDIATE_SIZE,
-        "num_hidden_layers": NUM_LAYERS,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": NUM_HEADS,
         "num_key_value_heads": NUM_KV_HEADS,
         "max_position_embeddings": MAX_POSITIONS,
@@ -109,7 +116,8 @@ def write_checkpoint(directory: Path, seed: int, hidden_size: int = HIDDEN_SIZE)
         "torch_dtype": "float32",
     }
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(_random_tensors(seed, hidden_size), directory / "model.safetensors", metadata={"format": "pt"})
+    tensors = _random_tensors(seed, hidden_size, num_layers, intermediate_size)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
@@ -130,7 +138,9 @@ def write_lora(directory: Path, seed: int) -> Path:
     return directory
 
 
-def _random_tensors(seed: int, hidden_size: int) -> dict[str, torch.Tensor]:
+def _random_tensors(
+    seed: int, hidden_size: int, num_layers: int, intermediate_size: int
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, scale: float) -> torch.Tensor:
@@ -142,7 +152,7 @@ def _random_tensors(seed: int, hidden_size: int) -> dict[str, torch.Tensor]:
         "model.norm.weight": torch.ones(hidden_size),
         "lm_head.weight": matrix(VOCAB_SIZE, hidden_size, 0.2),
     }
-    for layer in range(NUM_LAYERS):
+    for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
         tensors |= {
             f"{prefix}.input_layernorm.weight": torch.ones(hidden_size),
@@ -151,8 +161,8 @@ def _random_tensors(seed: int, hidden_size: int) -> dict[str, torch.Tensor]:
             f"{prefix}.self_attn.k_proj.weight": matrix(kv_size, hidden_size, 0.2),
             f"{prefix}.self_attn.v_proj.weight": matrix(kv_size, hidden_size, 0.2),
             f"{prefix}.self_attn.o_proj.weight": matrix(hidden_size, hidden_size, 0.2),
-            f"{prefix}.mlp.gate_proj.weight": matrix(INTERMEDIATE_SIZE, hidden_size, 0.2),
-            f"{prefix}.mlp.up_proj.weight": matrix(INTERMEDIATE_SIZE, hidden_size, 0.2),
-            f"{prefix}.mlp.down_proj.weight": matrix(hidden_size, INTERMEDIATE_SIZE, 0.2),
+            f"{prefix}.mlp.gate_proj.weight": matrix(intermediate_size, hidden_size, 0.2),
+            f"{prefix}.mlp.up_proj.weight": matrix(intermediate_size, hidden_size, 0.2),
+            f"{prefix}.mlp.down_proj.weight": matrix(hidden_size, intermediate_size, 0.2),
         }
     return tensors

@@ -195,7 +195,7 @@ class Service:
         return next(_process(one) for one in self.workers() if one["worker"] == name)
 
     def keeper(self) -> psutil.Process | None:
-        return next((one for one in self.children() if "hearth.store.keeper" in _command(one)), None)
+        return keeper_of(self.process.pid)
 
     def template(self) -> psutil.Process | None:
         """The process that workers are forked from."""
@@ -282,6 +282,12 @@ def run_hearth(*argv: str) -> subprocess.CompletedProcess[str]:
 def assert_ended(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive, f"still running: {[_command(process) for process in alive]}"
+
+
+def keeper_of(pid: int) -> psutil.Process | None:
+    """Return the keeper that a service or a node runs now."""
+    children = psutil.Process(pid).children(recursive=True)
+    return next((one for one in children if "hearth.store.keeper" in _command(one)), None)
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from bench.chaos.nodes import ClusterNode
 from hearth.core import wire
 from hearth.core.node_messages import VERSION, NodeHello, NodeRefused
+from tests.service.checkpoints import write_lora
 from tests.service.harness import (
     PATIENCE_S,
     SMALL,
@@ -24,17 +28,51 @@ from tests.service.harness import (
     Shelf,
     assert_ended,
     eventually,
+    keeper_of,
     run_hearth,
     running_services,
 )
 
+#: Makes all processes of a node older than the head: they lack the last optional field of each message that
+#: they send, and do not know a field of each that they get.
+OLDER = """
+import msgspec
+from hearth.core import messages, node_messages, wire
+
+node_messages.VERSION -= {num_versions}
+encode, order_of, node_message_of = msgspec.msgpack.encode, wire.order_of, wire.node_message_of
+
+def frame(message):
+    told = msgspec.to_builtins(message, builtin_types=(bytes,))
+    optional = [field.name for field in msgspec.structs.fields(message) if not field.required]
+    for name in optional[-1:]:
+        told.pop(name, None)
+    body = encode(told)
+    return wire.HEADER.pack(len(body)) + body
+
+def with_news(body):
+    told = msgspec.msgpack.decode(body, strict=False)
+    if "engine" in told:
+        told["engine"]["added_to_engine"] = 1
+    return encode(told | {{"added": 1}})
+
+wire.frame = frame
+wire.order_of = lambda body: order_of(with_news(body))
+wire.node_message_of = lambda body: node_message_of(with_news(body))
+"""
 MEMORY = ("--memory", "1GiB", "--host-memory", "256MiB")
 #: Of the streams in which something breaks: long enough to break it in the middle.
 NUM_TOKENS, BREAKS_AT = 300, 20
 
 
-def join(data_dir: Path, *flags: str) -> ClusterNode:
-    return ClusterNode(data_dir, *flags, "--device", "cpu", *MEMORY, "--set", "cluster.listen=127.0.0.1:0")
+def join(data_dir: Path, *flags: str, host: str = "127.0.0.1") -> ClusterNode:
+    return ClusterNode(data_dir, *flags, "--device", "cpu", *MEMORY, "--set", f"cluster.listen={host}:0")
+
+
+@contextmanager
+def on_loopback(_: str) -> Iterator[str]:
+    """All machines are this one."""
+    yield "127.0.0.1"
 
 
 def stop(node: ClusterNode) -> int:
@@ -54,13 +92,21 @@ def kill(node: ClusterNode) -> None:
 class SmallCluster:
     """A head, and the nodes of its tests. Mutable; used by one test at a time."""
 
-    def __init__(self, shelf: Shelf, root: Path) -> None:
-        self.root = root
+    def __init__(
+        self,
+        shelf: Shelf,
+        root: Path,
+        place: Callable[[str], AbstractContextManager[str]] = on_loopback,
+        *flags: str,
+    ) -> None:
+        """`place`: enters the machine with a name, and tells its address. `flags`: of the head."""
+        self.root, self._place, self._flags = root, place, flags
         self.data_dir = shelf.copy(root / "head")
         self.port = _free_port()
-        made = run_hearth(
-            "cluster", "init", "--address", f"127.0.0.1:{self.port}", "--data-dir", str(self.data_dir)
-        )
+        with place("head") as host:
+            made = run_hearth(
+                "cluster", "init", "--address", f"{host}:{self.port}", "--data-dir", str(self.data_dir)
+            )
         assert made.returncode == 0, made.stderr
         #: The words after `hearth` of the command that joins.
         self.invitation = made.stdout.split()[1:]
@@ -68,13 +114,16 @@ class SmallCluster:
         self.start_head()
 
     def start_head(self) -> None:
-        self.head = Service(self.data_dir, *SMALL, *MEMORY, "--set", f"cluster.listen=127.0.0.1:{self.port}")
+        with self._place("head") as host:
+            listen = f"cluster.listen={host}:{self.port}"
+            self.head = Service(self.data_dir, *SMALL, *MEMORY, "--set", listen, *self._flags)
 
-    def start(self, name: str) -> ClusterNode:
+    def start(self, name: str, *flags: str) -> ClusterNode:
         """A node that has joined before needs no token."""
         is_new = not (self.root / name).exists()
         words = (*self.invitation[1:], "--name", name) if is_new else ()
-        node = self.nodes[name] = join(self.root / name, *words)
+        with self._place(name) as host:
+            node = self.nodes[name] = join(self.root / name, *words, *flags, host=host)
         return node
 
     def wait_for(self, name: str) -> str:
@@ -134,33 +183,37 @@ class Told:
         self.request_id = ""
 
 
-def stream(service: Service, at_break: Callable[[], None] = lambda: None) -> Told:
+def stream(service: Service, at_break: Callable[[], None] = lambda: None, model: str = "tiny-a") -> Told:
     told = Told()
-    parts = service.client().completions.create(
-        model="tiny-a",
-        prompt="Once upon a time",
-        max_tokens=NUM_TOKENS,
-        seed=7,
-        temperature=1.0,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    for number, part in enumerate(parts):
-        told.request_id = part.id
-        told.text += part.choices[0].text
-        if number == BREAKS_AT:
-            at_break()
+    with service.client() as client:
+        parts = client.completions.create(
+            model=model,
+            prompt="Once upon a time",
+            max_tokens=NUM_TOKENS,
+            seed=7,
+            temperature=1.0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        for number, part in enumerate(parts):
+            told.request_id = part.id
+            told.text += part.choices[0].text
+            if number == BREAKS_AT:
+                at_break()
     return told
 
 
-def test_a_node_answers_as_the_head_does(cluster: SmallCluster) -> None:
-    def answer() -> tuple[str, str]:
-        made = cluster.head.client().completions.create(
-            model="smollm2", prompt="The capital of France is", max_tokens=12, seed=3, temperature=0.8
+def answer(service: Service, model: str) -> tuple[str, str]:
+    """Return the text, and which worker made it."""
+    with service.client() as client:
+        made = client.completions.create(
+            model=model, prompt="The capital of France is", max_tokens=12, seed=3, temperature=0.8
         )
-        return made.choices[0].text, str(cluster.head.explain(made.id)["worker"])
+    return made.choices[0].text, str(service.explain(made.id)["worker"])
 
-    text, worker = answer()
+
+def test_a_node_answers_as_the_head_does(cluster: SmallCluster) -> None:
+    text, worker = answer(cluster.head, "smollm2")
     assert worker.startswith("one/w0")
     explained = cluster.head.explain(stream(cluster.head).request_id)
     rungs = explained["rungs"]
@@ -169,24 +222,56 @@ def test_a_node_answers_as_the_head_does(cluster: SmallCluster) -> None:
     cluster.drain("local", undo=True)
     cluster.drain("one")
     try:
-        assert answer() == (text, "w0")
+        assert answer(cluster.head, "smollm2") == (text, "w0")
     finally:
         cluster.drain("one", undo=True)
     assert 'hearth_node_up{node="one"} 1.0' in cluster.head.http.get("/metrics").text
     assert "one/w0" in cluster.head.cli("ps").stdout
     assert "one" in cluster.head.cli("nodes").stdout
+    asked_there = run_hearth("ps", "--data-dir", str(cluster.root / "one"))
+    assert asked_there.returncode != 0
+    assert f"run this on the head, whose address for nodes is 127.0.0.1:{cluster.port}" in asked_there.stderr
+
+
+def test_a_node_answers_with_an_adapter_as_the_head_does(cluster: SmallCluster, tmp_path: Path) -> None:
+    deployed = cluster.head.deploy(write_lora(tmp_path / "lora", seed=1), "lora", base="tiny-a")
+    assert deployed.is_success, deployed.text
+    text, worker = answer(cluster.head, "lora")
+    assert worker.startswith("one/w0")
+    assert text != answer(cluster.head, "tiny-a")[0]
+    cluster.drain("local", undo=True)
+    cluster.drain("one")
+    try:
+        assert answer(cluster.head, "lora") == (text, "w0")
+    finally:
+        cluster.drain("one", undo=True)
+    assert cluster.head.http.delete("/hearth/models/lora").is_success
 
 
 def test_a_node_replaces_a_worker_that_dies(cluster: SmallCluster) -> None:
     whole_text = stream(cluster.head).text
-    (worker,) = (one for one in cluster.head.workers() if one["node"] == "one")
-    pid = worker["pid"]
-    assert isinstance(pid, int)
-    told = stream(cluster.head, psutil.Process(pid).kill)
-    assert told.text == whole_text
-    explained = cluster.head.explain(told.request_id)
-    assert (explained["worker"], explained["num_resumes"]) == ("one/w0.1", 1)
-    assert f"{worker['worker']} died" in str(explained["marks"])
+
+    def interrupted() -> dict[str, Json] | None:
+        """A stream whose worker was killed; None: all of it was there before."""
+        cluster.wait_for("one")
+        (worker,) = (one for one in cluster.head.workers() if one["node"] == "one")
+        pid = worker["pid"]
+        assert isinstance(pid, int)
+
+        def kill() -> None:
+            with suppress(psutil.NoSuchProcess):  # killed before, and still listed
+                psutil.Process(pid).kill()
+
+        told = stream(cluster.head, kill)
+        assert told.text == whole_text
+        explained = cluster.head.explain(told.request_id)
+        return {**explained, "killed": worker["worker"]} if explained["num_resumes"] else None
+
+    explained = eventually("a stream is interrupted", interrupted)
+    assert explained["num_resumes"] == 1
+    assert re.fullmatch(r"one/w0\.\d+", str(explained["worker"]))
+    assert explained["worker"] != explained["killed"]
+    assert f"{explained['killed']} died" in str(explained["marks"])
 
 
 def test_a_stream_goes_on_at_another_node(cluster: SmallCluster) -> None:
@@ -205,6 +290,8 @@ def test_a_stream_goes_on_at_another_node(cluster: SmallCluster) -> None:
     cluster.start("one")
     assert cluster.wait_for("one") == "one.1", "another life"
     assert stop(cluster.nodes["two"]) == 0
+    eventually("its worker is gone", lambda: "worker_lost worker=two/w0" in cluster.head.logs())
+    assert not re.search("ERROR .* worker_lost worker=two/w0", cluster.head.logs()), "its node was stopped"
 
 
 def test_a_node_that_was_stopped_returns_with_another_id(cluster: SmallCluster) -> None:
@@ -227,14 +314,45 @@ def test_a_node_that_was_stopped_returns_with_another_id(cluster: SmallCluster) 
     assert stream(cluster.head).text == whole_text
 
 
-def test_nodes_return_to_a_head_that_was_restarted(cluster: SmallCluster) -> None:
+def test_nodes_return_to_a_restarted_head_with_host_memory_for_as_long_as_they_keep_it(
+    cluster: SmallCluster,
+) -> None:
+    before = cluster.wait_for("one")
     whole_text = stream(cluster.head).text
+    brief = cluster.start("brief", "--set", "cluster.keep_host_s=0.1")
+    cluster.wait_for("brief")
+    kept = keeper_of(cluster.nodes["one"].process.pid)
+    assert None not in (kept, keeper_of(brief.process.pid))
     assert cluster.head.stop() == 0
     eventually("the node notices", lambda: "lost the head" in cluster.nodes["one"].output())
+    eventually("host memory is given up", lambda: keeper_of(brief.process.pid) is None)
     cluster.start_head()
-    cluster.wait_for("one")
+    assert cluster.wait_for("one") != before
+    assert keeper_of(cluster.nodes["one"].process.pid) == kept
+    cluster.wait_for("brief")
+    assert stop(brief) == 0
     cluster.drain("local")
     assert stream(cluster.head).text == whole_text
+
+
+def test_a_model_with_labels_runs_only_on_nodes_that_have_them(whole: SmallCluster, shelf: Shelf) -> None:
+    def ask() -> httpx.Response:
+        return whole.head.http.post("/v1/completions", json={"model": "labelled", "prompt": "x"})
+
+    deployed = whole.head.deploy(shelf.places["tiny-a"], "labelled", labels=["zone=a"])
+    reason = "needs nodes labelled zone=a, which `cpu` is not"
+    assert reason in deployed.json()["warning"]
+    refused = ask()
+    assert (refused.status_code, reason in refused.text) == (503, True)
+    whole.start("three", "--set", 'cluster.labels=["zone=a", "disk=ssd"]')
+    whole.wait_for("three")
+    assert "zone=a, disk=ssd" in whole.head.cli("nodes").stdout
+    assert whole.head.get("/hearth/models/labelled")["warning"] is None
+    explained = whole.head.explain(ask().json()["id"])
+    assert explained["worker"] == "three/w0"
+    assert reason in str(explained["options"])
+    assert stop(whole.nodes["three"]) == 0
+    eventually("its node is gone", lambda: reason in ask().text)
 
 
 def test_a_name_belongs_to_one_machine(cluster: SmallCluster) -> None:
@@ -264,6 +382,30 @@ def test_strangers_get_nothing(cluster: SmallCluster) -> None:
             (length,) = wire.HEADER.unpack(answers.read(wire.HEADER.size))
             answer = wire.node_message_of(answers.read(length))
     assert isinstance(answer, NodeRefused)
+
+
+def test_a_node_of_the_version_before_serves_and_an_older_one_is_told_to_upgrade(
+    cluster: SmallCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_text = stream(cluster.head).text
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "sitecustomize.py").write_text(OLDER.format(num_versions=2))
+    refused = cluster.start("older")
+    assert refused.process.wait(PATIENCE_S) == 1
+    assert "upgrade Hearth on the node" in refused.output()
+
+    (tmp_path / "sitecustomize.py").write_text(OLDER.format(num_versions=1))
+    cluster.start("older")
+    cluster.wait_for("older")
+    cluster.drain("one")
+    try:
+        told = stream(cluster.head)
+    finally:
+        cluster.drain("one", undo=True)
+    assert told.text == whole_text
+    assert cluster.head.explain(told.request_id)["worker"] == "older/w0"
+    assert stop(cluster.nodes["older"]) == 0
+    assert "settings_ignored engine=added_to_engine" in cluster.nodes["older"].output()
 
 
 def test_a_removed_node_stays_out(cluster: SmallCluster) -> None:

@@ -31,7 +31,7 @@ NUM_TOKENS = 130
 #: A worker dies when every stream has come that far.
 FIRST_TOKENS = 10
 #: Enough for several turns.
-NUM_TURN_TOKENS = 300
+NUM_TURN_TOKENS = 200
 NUM_PICKS = 40
 PICKS = {
     "type": "object",
@@ -315,7 +315,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(heir: Service) -> Non
     begun = threading.Event()
     with ThreadPoolExecutor() as threads, service.client() as client:
         client.models.list()  # so that it is connected, and asks before the stream has ended
-        running = threads.submit(stream, service, 1, {"temperature": 0.0, "max_tokens": 1000}, begun)
+        running = threads.submit(stream, service, 1, {"temperature": 0.0, "max_tokens": 500}, begun)
         assert begun.wait(PATIENCE_S)
         service.terminate()
         eventually("it drains", lambda: service.http.get("/health").json()["status"] == "draining")

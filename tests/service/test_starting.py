@@ -8,10 +8,9 @@ import socket
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.service.harness import Service, assert_ended, eventually, hearth, run_hearth
+from tests.service.harness import Service, assert_ended, eventually, hearth, keeper_of, run_hearth
 
 pytestmark = pytest.mark.e2e
 
@@ -35,12 +34,7 @@ def test_ctrl_c_while_processes_are_imported_shows_no_traceback(tmp_path: Path) 
             command, stdout=output, stderr=output, start_new_session=True, preexec_fn=_hear_ctrl_c
         )
     with process:
-
-        def keeper() -> psutil.Process | None:
-            children = psutil.Process(process.pid).children()
-            return next((one for one in children if "hearth.store.keeper" in one.cmdline()), None)
-
-        started = eventually("the keeper is started", keeper)
+        started = eventually("the keeper is started", lambda: keeper_of(process.pid))
         eventually("it imports", lambda: any("msgspec" in one.path for one in started.memory_maps()))
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert_ended([started])

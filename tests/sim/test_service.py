@@ -57,6 +57,15 @@ def far_away(request_s: float) -> Profile:
     return Profile(msgspec.structs.replace(MACHINE.measured, request_s=request_s))
 
 
+def test_a_turn_of_a_conversation_finds_all_that_was_said_before() -> None:
+    first = TracedRequest(0.0, str(A), 100, 60, conversation=1)
+    later = TracedRequest(5.0, str(A), 200, 10, conversation=1)
+    other = TracedRequest(5.0, str(A), 200, 10, conversation=2)
+    alone = TracedRequest(5.0, str(A), 200, 10)
+    answers = served([first, later, other, alone]).answers.values()
+    assert [one.num_cached_tokens for one in answers] == [0, 144, 0, 0], "in whole blocks"
+
+
 def test_a_first_token_comes_later_by_what_its_request_was_on_its_way() -> None:
     requests = [TracedRequest(0.0, "a", 100, 5), TracedRequest(3.0, "a", 100, 5)]
     near, far = SimulatedService(SETTING, MACHINE), SimulatedService(SETTING, far_away(0.25))
@@ -322,6 +331,69 @@ def test_requests_of_a_lost_worker_go_on_elsewhere(requests: list[TracedRequest]
     service = SimulatedService(replace(SETTING, num_workers=2), MACHINE)
     service.ask(requests)
     service.schedule(WorkerLost(lost_s, WorkerId("worker-0")))
+    service.schedule(WorkerJoined(lost_s + 1.0, WorkerId("worker-2"), KIND, MEMORY_BYTES))
+    service.run()
+    service.check()
+    assert all(answer.is_whole for answer in service.answers.values())
+
+
+#: A model that needs two workers, and one that fits beside it.
+STAGED = replace(SETTING, shapes={A: "20B", C: "1B"}, num_workers=2)
+
+
+def hopping(hop_s: float) -> Profile:
+    return Profile(msgspec.structs.replace(MACHINE.measured, hop_s=hop_s))
+
+
+def staged_times(profile: Profile, setting: SimulationSetting, num_requests: int = 1) -> list[float]:
+    """When each token of the last request was sent."""
+    service = SimulatedService(setting, profile)
+    service.ask([TracedRequest(0.0, "a", 50, 20)] * num_requests)
+    service.run()
+    service.check()
+    *_, last = service.answers.values()
+    assert last.is_whole
+    return last.token_s
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_a_model_that_fits_no_worker_is_served_by_several(policy: Policy) -> None:
+    requests = [TracedRequest(0.1 * i, "ac"[i % 2], 50, 30) for i in range(20)]
+    facts: list[WorkerFact] = []
+    service = SimulatedService(replace(STAGED, policy=policy), MACHINE, facts.append)
+    service.ask(requests)
+    service.run()
+    service.check()
+    assert all(answer.is_whole for answer in service.answers.values())
+    loads = [fact for fact in facts if isinstance(fact, ModelReady) and fact.model == A]
+    assert {fact.worker for fact in loads} == {"worker-0", "worker-1"}
+
+
+def test_a_step_takes_as_long_as_all_stages_and_hops() -> None:
+    whole = staged_times(MACHINE, replace(STAGED, memory_bytes=2 * MEMORY_BYTES))
+    assert staged_times(MACHINE, STAGED)[-1] - staged_times(MACHINE, STAGED)[5] == pytest.approx(
+        whole[-1] - whole[5], rel=0.01
+    )
+    far = staged_times(hopping(0.01), STAGED)
+    assert far[-1] - far[5] == pytest.approx(whole[-1] - whole[5] + 14 * 2 * 0.01, rel=0.02)
+
+
+def test_stages_work_on_different_requests_at_a_time() -> None:
+    shape = MACHINE.shape("20B")
+    staged = shape.in_stages(2, share=0.5, hop_s=0.001)
+    assert staged.step_s(64, 64, 6400) == pytest.approx(shape.step_s(32, 32, 3200) + 0.002)
+    assert staged.kv_bytes_per_token == pytest.approx(shape.kv_bytes_per_token / 2, abs=1)
+
+
+@given(REQUESTS, st.floats(0.1, 5.0), st.sampled_from(["worker-0", "worker-1"]), POLICIES)
+@settings(max_examples=20)
+def test_requests_of_a_pipeline_go_on_after_a_member_is_lost(
+    requests: list[TracedRequest], lost_s: float, lost: str, policy: Policy
+) -> None:
+    shapes = {ModelId(name): "20B" if name == "a" else "1B" for name in "abcd"}
+    service = SimulatedService(replace(STAGED, shapes=shapes, policy=policy), MACHINE)
+    service.ask(requests)
+    service.schedule(WorkerLost(lost_s, WorkerId(lost)))
     service.schedule(WorkerJoined(lost_s + 1.0, WorkerId("worker-2"), KIND, MEMORY_BYTES))
     service.run()
     service.check()

@@ -23,7 +23,6 @@ from hearth.store import keeper
 from hearth.store.format.manifest import CHUNK_BYTES, read_manifest
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.transfer.lease_client import LeaseClient
-from hearth.store.transfer.lease_messages import HostMeasured
 from hearth.system.garbage import MAX_YOUNG
 from tests.store.stored import converted
 from tests.worker.harness import folder, keeper_setup, keeping, process
@@ -66,7 +65,8 @@ def test_tells_how_much_of_a_model_lies_where(setup: KeeperSetup, lease_client: 
         (chunk,) = lease
         counted = await client.count([digest])
         assert counted == {digest: {Rung.HOST: model.manifest.chunks[0].num_bytes, Rung.DISK: num_bytes}}
-        assert await client.host_memory() == HostMeasured(CHUNK_BYTES, 2 * CHUNK_BYTES)
+        report = await client.report()
+        assert (report.used_bytes, report.capacity_bytes) == (CHUNK_BYTES, 2 * CHUNK_BYTES)
         lease.release(chunk)
 
     asyncio.run(ask())
@@ -102,7 +102,7 @@ def test_what_keeps_it_from_starting_is_said(setup: KeeperSetup) -> None:
         assert second.wait() == 1
 
     assert answer["error"] == "store"
-    assert "another keeper listens at" in answer["reason"]
+    assert "another process listens at" in answer["reason"]
 
 
 def test_ends_with_its_input_and_leaves_no_socket() -> None:

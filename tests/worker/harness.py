@@ -298,7 +298,7 @@ def working(
 
     `log` is as in `process`.
     """
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with folder() as stages, socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE_S)
         # Little room, so that a worker whose gateway does not read has to wait.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
@@ -316,6 +316,7 @@ def working(
             engine=CONFIG.plain(),
             num_threads=1,
             log_level="warning",
+            stages_path=str(stages),
             beacon=beacon,
         )
         descriptors = others if beacon is None else (*others, beacon)

@@ -51,6 +51,7 @@ from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
 from hearth.worker.runtime import HostingResources
+from hearth.worker.stage_connections import StageConnections
 from hearth.worker.worker_loop import DeviceLost, Inbox, WorkerLoop
 from tests.store.stored import PATIENCE_S
 from tests.worker.harness import CONFIG, folder, host_order, limits_of
@@ -184,11 +185,15 @@ class LoopGateway:
         sampling: SamplingParams,
         guide: GuideSpec | None = None,
         adapter: AdapterOrder | None = None,
+        output: Sequence[int] = (),
     ) -> int:
+        """`output`: tokens that the request has got before it came here."""
         run = next(self._runs)
         self.answers[run] = Answer()
         self.inbox.put(
-            StartRequest(run, ModelId(name), tuple(prompt), (), sampling, b"", guide, adapter=adapter)
+            StartRequest(
+                run, ModelId(name), tuple(prompt), tuple(output), sampling, b"", guide, adapter=adapter
+            )
         )
         return run
 
@@ -216,13 +221,14 @@ def working_in_process(
     kernels: ModelKernels | None = None,
     marks: WorkerMarks | None = None,
     snapshots: ModelSnapshots | None = None,
+    connections: StageConnections | None = None,
 ) -> Iterator[LoopGateway]:
     """With `max_facts`, the worker waits when so many lie there untaken."""
     with (
         folder() as place,
         closing(LeaseServer(tiers, place / "s")),
         working_beside(
-            place / "s", new_pool, device, config, max_facts, turns, kernels, marks, snapshots
+            place / "s", new_pool, device, config, max_facts, turns, kernels, marks, snapshots, connections
         ) as gateway,
     ):
         yield gateway
@@ -239,6 +245,7 @@ def working_beside(
     kernels: ModelKernels | None = None,
     marks: WorkerMarks | None = None,
     snapshots: ModelSnapshots | None = None,
+    connections: StageConnections | None = None,
 ) -> Iterator[LoopGateway]:
     """A worker that borrows from whoever lends at a socket, otherwise as `working_in_process`."""
     device = device or torch.device("cpu")
@@ -259,6 +266,7 @@ def working_beside(
             kernels,
             marks=marks or WorkerMarks(),
             snapshots=snapshots,
+            connections=connections,
         )
         worker = WorkerLoop(resources, gateway.inbox, gateway.facts.put)
 

@@ -274,12 +274,11 @@ def playing(
         gateway.pool.check()  # the worker sleeps
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_answer_is_right_however_memory_is_shared_out(kind: str, seed: int, tmp_path: Path) -> None:
+def test_every_answer_is_right_however_memory_is_shared_out(kind: str, tmp_path: Path) -> None:
     setting = SETTINGS[kind]
     budget_bytes = max(map(setting.promise_bytes, setting.names)) + 6 * setting.page_bytes
-    with playing(kind, budget_bytes, tmp_path, seed) as player:
+    with playing(kind, budget_bytes, tmp_path, seed=0) as player:
         player.play(60)
         gateway = player.gateway
 

@@ -127,6 +127,7 @@ def test_a_worker_connects_only_when_it_has_its_memory(
         setup = msgspec.structs.replace(
             setup_of(0, WorkerId("w0")),
             keeper_socket=str(place / "s"),
+            stages_path=str(place),
             port=listener.getsockname()[1],
             engine={},
             num_threads=None,

@@ -682,13 +682,17 @@ def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_a
     """Its requests may compute, and end, or its memory be taken: nobody else's need to end for that."""
     steps, first, second = ModelSteps.__new__(ModelSteps), ModelId("a"), ModelId("b")
     steps._num_vain = Counter()
+    hosted = SimpleNamespace(later_stage=None)
+    steps._models = SimpleNamespace(hosted={first: hosted, second: hosted})  # type: ignore[assignment] # likewise
     steps.ready = lambda: {first: served, second: served}  # type: ignore[method-assign, dict-item] # as below
     adapters = SimpleNamespace(is_any_coming=True)
     steps._reclaimer = SimpleNamespace(  # type: ignore[assignment] # all that is asked of it
         adapters=adapters, before_step=lambda *_: None, after_step=lambda *_: None
     )
     vain = StepOutcome(StepOutputs(), (), (RequestId(1),), has_run=False)
-    served = SimpleNamespace(engine=SimpleNamespace(step=lambda: vain, settle=lambda: None))
+    served = SimpleNamespace(
+        engine=SimpleNamespace(step=lambda: vain, settle=lambda: None, is_computing=False)
+    )
 
     def is_stuck_after(model: ModelId, num_steps: int) -> bool:
         for _ in range(num_steps):

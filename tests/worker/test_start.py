@@ -25,7 +25,7 @@ CELL_BYTES = 1 << 16
 
 
 def setup_of(kind: str, kernels: Path) -> WorkerSetup:
-    return WorkerSetup(WorkerId("w0"), "", 1, "", kind, 0, 1, None, "", str(kernels), {}, None, "info")
+    return WorkerSetup(WorkerId("w0"), "", 1, "", kind, 0, 1, None, "", str(kernels), {}, None, "info", "")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -59,6 +60,7 @@ from tests.worker.harness import (
     keeping,
     working,
 )
+from tests.worker.in_process import working_beside
 
 pytestmark = pytest.mark.e2e
 
@@ -464,14 +466,14 @@ def test_a_ping_tells_what_is_used(gateway: Gateway, model: Path) -> None:
     assert pong.free_bytes + parts == pong.budget_bytes == BUDGET_BYTES
 
 
-def test_a_model_beyond_the_budget_is_refused_with_the_numbers(gateway: Gateway, model: Path) -> None:
-    """Which the gateway would never order."""
-    with folder() as place, keeping(setup := keeper_setup(place)):
-        budget_bytes = read_manifest(model).num_bytes
-        with working(setup.socket, budget_bytes=budget_bytes) as rig:
-            failed = rig.gateway.host("b", model)
+def test_a_model_beyond_the_budget_is_refused_with_the_numbers(keeper: Keeper, model: Path) -> None:
+    """Which the gateway would never order. Not in a process, which would need seconds to start."""
+    budget_bytes = read_manifest(model).num_bytes
+    new_pool = partial(ArenaPool, torch.device("cpu"), budget_bytes)
+    with working_beside(Path(keeper.socket), new_pool, config=CONFIG) as gateway:
+        gateway.host("b", model)
+        failed = gateway.until(HostingFailed)
 
-    assert isinstance(failed, HostingFailed)
     assert failed.label == "device"
     assert f"`b` needs {budget_bytes} bytes for weights, " in failed.reason
     assert f"more than can be freed of {budget_bytes}" in failed.reason

@@ -48,6 +48,9 @@ class DeployBody(OwnBody):
     base: Text | None = Field(
         None, max_length=128, description="Deploy the source as a LoRA adapter of this model."
     )
+    labels: list[Text] = Field(
+        [], max_length=32, description="Run the model only on machines with all these labels, like `zone=a`."
+    )
 
 
 class UnloadBody(OwnBody):
@@ -76,7 +79,9 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     @routes.post("", summary="Deploy a model or a LoRA adapter", responses=_EVENTS)
     async def deploy(body: DeployBody, request: Request) -> Response:
         """Streams progress as events; with `Accept: application/json` it waits and returns the model."""
-        events = gateway.deploy(body.source, body.name, body.dtype, body.quant, body.overwrite, body.base)
+        events = gateway.deploy(
+            body.source, body.name, body.dtype, body.quant, body.overwrite, body.base, labels=body.labels
+        )
         return ProgressResponse(events, "model", request, heartbeat_s)
 
     @routes.delete("/{name:path}", summary="Remove a model or an adapter")
@@ -185,7 +190,7 @@ def node_routes(gateway: Gateway) -> APIRouter:
 
     @routes.delete("/{name}", summary="Remove a node from the cluster, for good")
     async def remove(name: str) -> Response:
-        cluster().remove(name)
+        await cluster().remove(name)
         return as_json({"removed": name})
 
     return routes

@@ -177,13 +177,27 @@ class Client:
             return self._decoded(response.read(), UnloadView)
 
     def deploy(
-        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool, base: str | None = None
+        self,
+        source: str,
+        name: str | None,
+        dtype: str,
+        quant: str,
+        overwrite: bool,
+        base: str | None = None,
+        labels: Sequence[str] = (),
     ) -> Iterator[DeployProgress | ModelView]:
         """Yield progress, and last the model. Closing the generator early cancels the deployment."""
         from hearth.control.deploy.deploy import DeployProgress
 
-        body = {"source": source, "name": name, "dtype": dtype, "quant": quant, "overwrite": overwrite}
-        body |= {} if base is None else {"base": base}  # an older service does not know it
+        body: dict[str, object] = {
+            "source": source,
+            "name": name,
+            "dtype": dtype,
+            "quant": quant,
+            "overwrite": overwrite,
+        }
+        body |= {} if base is None else {"base": base}  # an older service does not know these
+        body |= {"labels": labels} if labels else {}
         with self._answered("POST", "/hearth/models", body, is_stream=True) as response:
             for data in _server_sent(response.iter_bytes()):
                 event = self._streamed(data, _DeployEvent)

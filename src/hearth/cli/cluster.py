@@ -77,9 +77,11 @@ def init(
     applied = configured(config, settings, {"cluster.address": address})
     opened = DataDir.open(data_dir_of(context, data_dir, applied))
     own_address = _own_address(applied.cluster)
-    authority = Authority.create(opened.cluster_path)
-    keep_head(opened.cluster_path, own_address)
+    authority = Authority.create(opened.cluster_path, own_address)
     _invite(authority, own_address, TOKEN_LIFE)
+    port, listen = own_address.rpartition(":")[2], applied.cluster.listen
+    if port != listen.rpartition(":")[2]:
+        warn(f"`hearth serve` listens on {listen}: set `cluster.listen`, or forward port {port} there")
     if is_held(opened.path):
         warn("restart `hearth serve`: the running service does not listen for other machines yet")
 
@@ -99,7 +101,8 @@ def token(ttl: TokenLife = TOKEN_LIFE, data_dir: DataDirectory = DEFAULT_DATA_DI
     """
     path = DataDir.open(data_dir).cluster_path
     authority, head = Authority.open(path), Credentials.open(path)
-    _invite(authority, None if head is None else head.head, ttl)
+    assert head is not None, "made with the authority"
+    _invite(authority, head.head, ttl)
 
 
 @cluster_app.command()
@@ -143,6 +146,10 @@ def join(
     host_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Host memory that caches models for GPUs.")
     ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="KEY=VALUE", help="Label of this machine; may be repeated."),
+    ] = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -156,7 +163,7 @@ def join(
 
       hearth join 10.0.0.1:7610 --token TOKEN
 
-      hearth join 10.0.0.1:7610 --token TOKEN --name gpu-2 --host-memory 64GiB
+      hearth join 10.0.0.1:7610 --token TOKEN --name gpu-2 --label zone=a
 
       hearth join
     """
@@ -166,6 +173,7 @@ def join(
         "service.device": None if device is None else device.value,
         "service.memory_bytes": memory,
         "store.host_bytes": host_memory,
+        "cluster.labels": labels,
     }
     applied = configured(config, settings, flags)
     log_to_terminal(applied)
@@ -200,7 +208,7 @@ async def _credentials(path: Path, address: str | None, token: str | None, name:
     return await renew_if_due(known)
 
 
-def _invite(authority: Authority, head: str | None, ttl: str) -> None:
+def _invite(authority: Authority, head: str, ttl: str) -> None:
     ttl_s = parse_duration(ttl)
     token = authority.new_token(ttl_s)
     told = f"run this within {duration(ttl_s)} on each machine to add:"

@@ -256,8 +256,14 @@ def show(
 
 def _print_view(view: ModelView) -> None:
     facts: dict[str, object] = asdict(view)
-    del facts["created_at_s"], facts["keep_alive_s"], facts["upstream"], facts["warning"]
-    facts["aliases"] = list(view.aliases)
+    del facts["created_at_s"], facts["keep_alive_s"], facts["upstream"]
+    facts |= {"aliases": list(view.aliases), "labels": list(view.labels)}
+    facts["stages"] = (
+        f"{len(view.stages)}, of {' + '.join(map(str, view.stages))} layers" if view.stages else ""
+    )
+    for key in ("labels", "min_replicas", "max_replicas", "stages", "warning"):
+        if not facts[key]:
+            del facts[key]
     if view.base is None:
         del facts["base"], facts["max_rank"], facts["targets"]
     else:

@@ -66,6 +66,14 @@ def deploy(
             autocompletion=complete_base,
         ),
     ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label",
+            metavar="KEY=VALUE",
+            help="Run the model only on machines with this label; may be repeated.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model of that name.")] = False,
     with_snapshot: Annotated[
         bool, typer.Option("--snapshot", help="Also make a snapshot; needs a running service.")
@@ -93,6 +101,8 @@ def deploy(
       hearth deploy s3://models/qwen-7b
 
       hearth deploy ./my-lora --base qwen-7b --name my-qwen
+
+      hearth deploy hf:Qwen/Qwen2.5-7B-Instruct --label gpu=h200
     """
     client = running(context, url, api_key, data_dir)
     if with_snapshot and client is None:
@@ -100,11 +110,14 @@ def deploy(
     absolute = _absolute(source, is_elsewhere=url is not None)
     started_s = time.perf_counter()
     if client is None:
-        events = local_models.deploy(absolute, name, dtype.value, quant.value, overwrite, data_dir, base)
+        events = local_models.deploy(
+            absolute, name, dtype.value, quant.value, overwrite, data_dir, base, labels or ()
+        )
         model = follow(source, events)
     else:
         with client:
-            model = follow(source, client.deploy(absolute, name, dtype.value, quant.value, overwrite, base))
+            events = client.deploy(absolute, name, dtype.value, quant.value, overwrite, base, labels or ())
+            model = follow(source, events)
     if as_json:
         typer.echo(msgspec.json.encode(model))
     else:

@@ -32,6 +32,7 @@ from hearth.cli.snapshot import look_at_snapshots
 from hearth.control.datadir import is_held, running_service
 from hearth.core.config import HearthConfig, plain, to_toml
 from hearth.core.errors import DataDirError, ServiceError
+from hearth.core.types import LOCAL
 
 if TYPE_CHECKING:
     from hearth.cli.doctor_checks import StoreReport
@@ -143,8 +144,10 @@ def _service(data_dir: Path, num_models: int | None) -> _ServiceReport:
             status, view = client.health().status, client.ps()
     except (DataDirError, ServiceError) as error:
         return _ServiceReport(str(data_dir), num_models, str(error), None if found is None else found.url, [])
+    is_cluster = any(worker.node != LOCAL for worker in view.workers)
     workers = [
-        f"{worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
+        (f"{worker.worker} on node {worker.node}" if is_cluster else worker.worker)
+        + f": {worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
         f"{size(worker.budget_bytes)} in use, {worker.num_restarts} restarts"
         + "".join(f", {fallback}" for fallback in fallbacks(worker))
         + ("" if worker.reason is None else f", {worker.reason}")

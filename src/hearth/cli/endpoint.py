@@ -81,10 +81,25 @@ def _check_same(url: str, found: ServiceFile | None, data_dir: Path) -> None:
             )
 
 
+def _refuse_node(data_dir: Path) -> None:
+    path = DataDir(data_dir).cluster_path
+    if not (path / "ca.pem").exists() or (path / "ca.key").exists():
+        return
+    from hearth.node.credentials import Credentials  # loads packages that only a cluster needs
+
+    node = Credentials.open(path)
+    assert node is not None, "it has a certificate"
+    raise ConfigError(
+        f"`{data_dir}` belongs to the node `{node.name}` of a cluster, which takes no commands; run this on "
+        f"the head, whose address for nodes is {node.head}, or pass its `--url`"
+    )
+
+
 def _announced(data_dir: Path) -> ServiceFile | None:
     found = running_service(data_dir)
     if found is not None or not is_held(data_dir):
         return found
+    _refuse_node(data_dir)
     give_up_s, delay_s = time.monotonic() + WAIT_S, FIRST_DELAY_S
     with err.status(f"waiting for the service on {data_dir}, which is starting or stopping"):
         while found is None and is_held(data_dir):

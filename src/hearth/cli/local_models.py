@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -89,13 +89,15 @@ def deploy(
     overwrite: bool,
     data_dir: Path,
     base: str | None = None,
+    labels: Sequence[str] = (),
 ) -> Iterator[DeployProgress | ModelView]:
     """Yield progress, and last the model. Closing the generator early cancels the deployment."""
     from hearth.control.deploy.deploy import DeployDone, DeployOrder, deploying_here, register
     from hearth.node.devices import resolve
 
     opened = DataDir.open(data_dir)
-    order = DeployOrder(source, name, dtype, quant, resolve(ServiceConfig()).kind, overwrite, base)
+    kind = resolve(ServiceConfig()).kind
+    order = DeployOrder(source, name, dtype, quant, kind, overwrite, base, labels=tuple(labels))
     with Registry(opened) as registry, closing(deploying_here(order, opened)) as events:
         for event in events:
             if isinstance(event, DeployDone):
@@ -109,4 +111,4 @@ def deploy(
 
 def _catalog(registry: Registry) -> Catalog:
     defaults = HearthConfig()
-    return Catalog(registry, {}, defaults.engine, defaults.service.keep_alive, is_served=False)
+    return Catalog(registry, {}, defaults.engine, defaults.service.keep_alive)

@@ -32,7 +32,8 @@ def nodes(
     """List the machines of the cluster; `local` is the head itself.
 
     LINKS are measured speeds at which weights have come from other machines. A machine that was away has a
-    new id, like gpu-2.1.
+    new id, like gpu-2.1. Machines that load a model at once pass it on to each other: lines below the table
+    tell from whom each receives it.
 
     [bold]Examples[/bold]
 
@@ -54,6 +55,8 @@ def nodes(
     for node in found:
         if node.reason is not None:
             typer.echo(f"\n{node.name}: {node.reason}")
+        for model, sources in node.receives.items():
+            typer.echo(f"\n{node.name} receives {model} from {', '.join(sources)}")
 
 
 @nodes_app.command()

@@ -173,6 +173,11 @@ def _print_processes(view: ProcessView) -> None:
     header = ["MODEL", "KEY", "WORKER", "STATE", "WEIGHTS", "SHARED", "KV BLOCKS", "RUNNING", "TURN"]
     print_columns([*header, "TIME LEFT"], models)
     for model in view.models:
+        if model.layers is not None:
+            begin, end = model.layers
+            how = "" if model.transport is None else f", its input by {model.transport}"
+            typer.echo(f"\n{model.model} is in stages: {model.worker} has layers {begin} to {end - 1}{how}")
+    for model in view.models:
         if model.is_pin_refused:
             typer.echo(f"\n{model.model} cannot be pinned: other models would have no memory for their turns")
     if view.host is not None:

@@ -16,6 +16,7 @@ REASONS = {
     "evicted": "loaded after evicting other models",
     "turns": "busy models fill the memory, so they take turns",
     "waited": "a slot or memory became free",
+    "demand": "loaded once more, because all slots elsewhere were in use",
 }
 
 
@@ -123,10 +124,13 @@ def _options(options: Sequence[Option]) -> Iterator[str]:
         else:
             missing = f" of {size(option.missing_bytes)}" if option.missing_bytes else ""
             evict = f"evict {precise(option.evict_s)}, " if option.evict_s else ""
-            rest_s = max(0.0, option.cost_s - option.queue_s - option.load_s - option.evict_s)
+            cached = f" beyond {option.cached_tokens} cached tokens" if option.cached_tokens else ""
+            prompt = f"prompt {precise(option.prompt_s)}{cached}, " if option.prompt_s or cached else ""
+            known_s = option.queue_s + option.load_s + option.evict_s + option.prompt_s
+            rest_s = max(0.0, option.cost_s - known_s)
             yield (
                 f"  {name}  {precise(option.cost_s)}: queue {precise(option.queue_s)}, "
-                f"load {precise(option.load_s)}{missing}, {evict}"
+                f"load {precise(option.load_s)}{missing}, {evict}{prompt}"
                 f"{precise(rest_s)} for {option.utilisation:.0%} utilisation"
             )
 

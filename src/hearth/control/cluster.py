@@ -11,80 +11,35 @@ import asyncio
 import logging
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import assert_never
 
 from hearth.control.driver import Driver
-from hearth.control.nodes import Nodes
+from hearth.control.keeper_reports import KeeperReports
+from hearth.control.multicasts import Multicasts
+from hearth.control.nodes import Nodes, RemoteNode
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.views import LinkView, NodeView
 from hearth.core import node_messages as messages
 from hearth.core.config import HearthConfig, parse_address
 from hearth.core.errors import HearthError, RequestError
-from hearth.core.messages import WorkerEnded, WorkerHello
-from hearth.core.types import LOCAL, Digest, NodeId, WorkerId
+from hearth.core.messages import WorkerEnded
+from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, name_of, node_of
 from hearth.node.agent import MAX_SILENT_PULSES, PULSE_S
-from hearth.node.channel import Channel, ClusterPort
+from hearth.node.agent_socket import AgentSocket
+from hearth.node.channel import Channel, ClusterPort, Control
 from hearth.node.credentials import Authority, Credentials
 from hearth.node.join import answer_stranger
-from hearth.node.link import FrameLink, Receiver
+from hearth.node.link import FrameLink, WorkerReceiver
 from hearth.node.processes import run_vital
-from hearth.node.relay import link_over
-from hearth.node.tickets import TicketIssuer
-from hearth.node.worker_seat import WorkerStatus
+from hearth.node.tickets import TicketCheck, TicketIssuer
 from hearth.policy.fleet import events
 
 #: Of a node's report of a model: 2 TiB in chunks of 16 MiB.
 MAX_MASK_BYTES = 16 << 10
 
 log = logging.getLogger(__name__)
-
-
-class RemoteNode:
-    """One life of another machine in the cluster. Mutable; used on the event loop alone."""
-
-    def __init__(self, node_id: NodeId, hello: messages.NodeHello, channel: Channel) -> None:
-        self.node_id, self.hello, self.channel = node_id, hello, channel
-        self.tickets = TicketIssuer(node_id)
-        self.num_silent_pulses = 0
-        self.links: dict[WorkerId, FrameLink] = {}
-        self.hellos: dict[WorkerId, WorkerHello] = {}
-        self.past_workers: set[WorkerId] = set()  #: linked in this life, each once
-        self.held: dict[Digest, messages.HeldChunks] = {}
-        self.speeds: dict[NodeId, messages.LinkSpeed] = {}
-        self.pulse = messages.NodePulse(0, (), 0)
-
-    @property
-    def name(self) -> str:
-        return self.hello.name
-
-    def workers(self) -> list[WorkerStatus]:
-        return [
-            WorkerStatus(
-                worker=one.worker,
-                # A worker that is ready counts when it is linked to the gateway.
-                state="ready" if one.worker in self.links else _not_ready(one.state),
-                pid=one.pid,
-                num_restarts=one.num_restarts,
-                hello=self.hellos.get(one.worker),
-                reason=one.reason,
-            )
-            for one in self.pulse.workers
-        ]
-
-    def device_share(self, seat: int) -> float:
-        return 1.0 / max(1, self.hello.num_sharing)
-
-    def trouble(self) -> str | None:
-        return None if self.pulse.trouble is None else f"on node {self.node_id}: {self.pulse.trouble}"
-
-    def end_links(self, reason: str) -> None:
-        """End the links of all workers, for the sake of the node: no model is to blame."""
-        for link in list(self.links.values()):
-            link.ended = link.ended or WorkerEnded(reason, is_with_node=True)
-            link.abort()
 
 
 class Cluster:
@@ -95,44 +50,43 @@ class Cluster:
         authority: Authority,
         nodes: Nodes,
         driver: Driver,
-        receiver: Receiver,
+        receiver: WorkerReceiver,
         config: HearthConfig,
         places: Callable[[], Mapping[Digest, str]],
-        residency_changed: Callable[[NodeId, Sequence[messages.HeldChunks]], None],
+        multicasts: Multicasts,
+        reports: KeeperReports,
         metrics: Metrics,
     ) -> None:
-        """`receiver` takes what links bring. `places` returns where each deployed model is.
-
-        `residency_changed` is told what nodes have.
-        """
+        """`receiver` takes what links bring. `places` returns where models are that nodes may load."""
         self._authority, self._nodes = authority, nodes
         self._driver, self._receiver = driver, receiver
-        self._config, self._places = config, places
-        self._residency_changed, self._metrics = residency_changed, metrics
-        self._joined: dict[NodeId, RemoteNode] = {}
-        self._lives: Counter[str] = Counter()  #: by name
+        self._config, self._places, self._multicasts = config, places, multicasts
+        self._reports, self._metrics = reports, metrics
         self._drained: set[str] = set()  #: names of nodes
         self._reasons: dict[str, str] = {}  #: why nodes were lost last, by name
-        self._own_tickets = TicketIssuer(LOCAL)
+        self._own_tickets = TicketIssuer()
         self._own_held: dict[Digest, messages.HeldChunks] = {}
         self._known: dict[Digest, str] = {}  #: what the keeper of this machine was told
         self._num_starts_told = 0  #: the life of the keeper that was told last
         self._are_places_stale = asyncio.Event()
         self._port: ClusterPort | None = None
+        self._questions = AgentSocket()  #: of the workers of this machine
+        self._answering: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, path: Path) -> None:
         """Listen, with the credentials in `path`. Call it when the keeper is ready. Raises ConfigError."""
         credentials, cluster = Credentials.open(path), self._config.cluster
         assert credentials is not None, "made with the authority"
-        self._nodes.local.admit_data(LOCAL, self._own_tickets.key, is_encrypted=cluster.encrypt_weights)
-        self._port = await ClusterPort.listen(
+        self._nodes.local.admit_data(TicketCheck(self._own_tickets.key), is_encrypted=cluster.encrypt_weights)
+        self._port = ClusterPort(
             *parse_address(cluster.listen),
-            credentials.server_context(needs_certificate=False),
-            self._serve,
             self._nodes.local.take_data,
-            self._authority.is_member,
+            Control(credentials.server_context(), self._serve, self._authority.is_member),
         )
+        assert self._nodes.local.agent_socket is not None, "it has credentials"
+        self._questions.head_found(self._answer_own)
+        self._answering = await self._questions.listen(self._nodes.local.agent_socket)
         self.models_changed()
         works = (self._watch(), self._report(), self._tell_places())
         self._tasks = [run_vital(work) for work in works]
@@ -142,35 +96,41 @@ class Cluster:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for node in list(self._joined.values()):
+        for node in list(self._nodes.others.values()):
             self._lose(node, "the service ends")
+        if self._answering is not None:
+            self._answering.close()
         if self._port is not None:
             await self._port.close()
 
     # What connections bring.
 
-    async def _serve(self, channel: Channel) -> None:
+    async def _serve(self, channel: Channel, first: object) -> None:
         """Serve a connection to its end, or until a link has taken it over."""
-        message = await channel.receive()
-        match message:
+        match first:
             case messages.AskAuthority() | messages.Join():
-                channel.put_back(message)
-                await answer_stranger(channel, self._authority)
+                await answer_stranger(channel, first, self._authority)
             case messages.NodeHello():
-                await self._serve_node(channel, message)
+                await self._serve_node(channel, first)
             case messages.WorkerOpened():
-                self._open_worker(channel, message)
+                self._open_worker(channel, first)
 
     async def _serve_node(self, channel: Channel, hello: messages.NodeHello) -> None:
-        if (refused := self._refusal(channel, hello)) is not None:
+        if (refused := self._refusal(channel, hello)) is None:
+            try:
+                node_id = await asyncio.to_thread(self._authority.begin_life, hello.name)
+            except OSError as error:
+                log.error("node_not_admitted name=%s reason=%s", hello.name, error)
+                reason = f"the head cannot write its record of nodes: {error}; free space there"
+                channel.send(messages.NodeRefused(reason, is_final=False))
+                return
+            refused = self._refusal(channel, hello)  # another of that name may have joined meanwhile
+        if refused is not None:
             log.warning("node_refused name=%s reason=%s", hello.name, refused.reason)
             channel.send(refused)
             return
-        life = self._lives[hello.name]
-        self._lives[hello.name] += 1
-        node_id = NodeId(hello.name if not life else f"{hello.name}.{life}")
         node = RemoteNode(node_id, hello, channel)
-        self._joined[node_id] = self._nodes.others[node_id] = node
+        self._nodes.others[node_id] = node
         channel.send(
             messages.NodeWelcome(
                 node=node_id,
@@ -185,23 +145,27 @@ class Cluster:
         self._metrics.node_up.labels(hello.name).set(1)
         log.info("node_joined node=%s host=%s devices=`%s`", node_id, channel.host, ", ".join(hello.devices))
         try:
-            while (message := await channel.receive()) is not None and node_id in self._joined:
+            while (message := await channel.receive()) is not None and node_id in self._nodes.others:
                 node.num_silent_pulses = 0
                 self._take(node, message)
         finally:
             self._lose(node, channel.why_ended or "it closed the connection")
 
     def _refusal(self, channel: Channel, hello: messages.NodeHello) -> messages.NodeRefused | None:
+        if channel.peer is None or not self._authority.is_member(channel.peer, channel.key):
+            return messages.NodeRefused("the node was removed; join again with a token")
         if hello.name != channel.peer:
             return messages.NodeRefused(
                 f"the certificate is that of `{channel.peer}`, the node calls itself `{hello.name}`"
             )
-        if not messages.VERSION - 1 <= hello.version <= messages.VERSION:
+        version = messages.VERSION
+        if not version - 1 <= hello.version <= version:
+            remedy = "on the node" if hello.version < version else "on the head first"
             return messages.NodeRefused(
-                f"the node speaks version {hello.version}, the head {messages.VERSION} and the one before; "
-                "install the same Hearth on both"
+                f"the node's Hearth speaks version {hello.version} of the cluster's messages, the head's "
+                f"{version - 1} and {version}; upgrade Hearth {remedy}"
             )
-        for node in [node for node in self._joined.values() if node.name == hello.name]:
+        for node in [node for node in self._nodes.others.values() if node.name == hello.name]:
             if node.num_silent_pulses > 1:  # it noticed before the head that its connection was cut
                 self._lose(node, "it joins again")
                 continue
@@ -214,21 +178,20 @@ class Cluster:
 
     def _take(self, node: RemoteNode, message: object) -> None:
         match message:
-            case messages.NodePulse(number):
+            case messages.NodePulse():
                 node.pulse = message
-                node.channel.send(messages.HeadPulse(number))
-            case messages.ChunksHeld(models):
+                self._reports.chunks_not_kept(node.node_id, max(0, message.num_not_kept))
+                node.channel.send(messages.HeadPulse())
+            case messages.ChunkReport(models):
                 self._chunks_held(node, models)
-            case messages.LinksMeasured(links):
+            case messages.LinkReport(links):
                 for link in links:
-                    is_known = link.source == LOCAL or link.source in self._joined
+                    is_known = link.source == LOCAL or link.source in self._nodes.others
                     if is_known and 0 < link.bytes_per_s < math.inf:
                         node.speeds[link.source] = link
                         self._link_measured(link, node.node_id)
-            case messages.AskSources(number, model):
-                node.channel.send(messages.Sources(number, self._sources(model, node.node_id)))
-            case messages.AskTicket(number, target):
-                node.channel.send(self._ticket(number, target, node.node_id))
+            case messages.AskSources() | messages.AskTicket():
+                node.channel.send(self._answer(message, node.node_id))
             case _:
                 node.channel.abort(f"a node does not send {type(message).__name__}")
 
@@ -244,15 +207,16 @@ class Cluster:
             if held.model in known and max(len(held.host), len(held.disk)) <= MAX_MASK_BYTES
         ]
         node.held |= {held.model: held for held in kept}
-        self._residency_changed(node.node_id, kept)
+        self._reports.node_reported(node.node_id, kept)
 
     def _link_measured(self, link: messages.LinkSpeed, target: NodeId) -> None:
+        self._metrics.link_speed.labels(name_of(link.source), name_of(target)).set(link.bytes_per_s)
         self._driver.post(
             events.LinkMeasured(self._driver.now_s, link.source, target, link.bytes_per_s, link.latency_s)
         )
 
     def _open_worker(self, channel: Channel, opened: messages.WorkerOpened) -> None:
-        node, worker = self._joined.get(opened.node), opened.hello.worker
+        node, worker = self._nodes.others.get(opened.node), opened.hello.worker
         if node is None or node.name != channel.peer or worker in node.links:
             self._metrics.cluster_stale.inc()  # of an earlier life
             log.info("worker_refused worker=%s reason=`its node has another life`", worker)
@@ -265,35 +229,42 @@ class Cluster:
             log.warning("worker_refused worker=%s reason=`not a new one of node %s`", worker, opened.node)
             return
         node.past_workers.add(worker)
-        link = FrameLink(worker, self)
         try:
-            link_over(channel, link)
+            channel.become_link(worker, self)
         except ConnectionResetError:
             return
-        node.links[worker], node.hellos[worker] = link, opened.hello
+        node.links[worker] = channel
         log.info("worker_linked worker=%s device=%s", worker, opened.hello.device)
-        self._receiver.joined(link, opened.hello)
+        self._receiver.joined(channel, opened.hello)
 
     def _lose(self, node: RemoteNode, reason: str) -> None:
-        if self._joined.pop(node.node_id, None) is None:
+        if self._nodes.others.pop(node.node_id, None) is None:
             return
-        del self._nodes.others[node.node_id]
         self._metrics.node_up.labels(node.name).set(0)
         self._reasons[node.name] = reason
         log.warning("node_lost node=%s reason=%s", node.node_id, reason)
-        node.end_links(f"was lost with its node ({reason})")
+        node.expect_end(f"was lost with its node ({reason})")
+        for link in list(node.links.values()):
+            link.abort()
         node.channel.close()
-        for other in self._joined.values():
-            other.speeds.pop(node.node_id, None)
+        for source in node.speeds:
+            self._metrics.link_speed.remove(name_of(source), node.name)
+        for other in self._nodes.others.values():
+            if other.speeds.pop(node.node_id, None) is not None:
+                self._metrics.link_speed.remove(node.name, other.name)
+        self._tell_all(messages.DropPeer(node.node_id))
+        self._nodes.local.drop_peer(node.node_id)
         self._driver.node_lost(node.node_id)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(PULSE_S)
-            for node in list(self._joined.values()):
+            for node in list(self._nodes.others.values()):
                 node.num_silent_pulses += 1  # time in which this process did not run counts once
                 if node.num_silent_pulses > MAX_SILENT_PULSES:
                     self._lose(node, f"it was silent for {MAX_SILENT_PULSES * PULSE_S:g} s")
+            if (outage := self._nodes.outage()) is not None:
+                self._driver.fail_all(outage)
 
     async def _report(self) -> None:
         while True:
@@ -313,52 +284,92 @@ class Cluster:
                 self._tell_all(messages.ForgetChunks(digest))
             num_starts = local.supervisor.keeper.num_starts
             try:
-                await local.keeper.know(self._known)
+                await local.keeper.set_known_models(self._known)
                 self._num_starts_told = num_starts
             except (HearthError, OSError) as error:  # it is being replaced, and told again then
                 log.warning("keeper_not_told reason=%s", error)
 
-    # What links tell.
+    def observe(self, _: events.Event, actions: Sequence[events.Action]) -> None:
+        """Expect the end of machines that are given back: their manager may end workers before the agent."""
+        for action in actions:
+            if isinstance(action, events.ReleaseWorkers) and action.node in self._nodes.others:
+                self._nodes.others[action.node].expect_end("was released with its node")
 
-    def joined(self, link: FrameLink, hello: WorkerHello) -> None:
-        raise AssertionError("a link of another node has joined when it is made")
+    # What links tell.
 
     def received(self, link: FrameLink, body: bytes) -> None:
         self._receiver.received(link, body)
 
     def left(self, link: FrameLink) -> None:
-        # Its node tells how a worker ends, before the connection does.
-        link.ended = link.ended or WorkerEnded("was lost with its connection", is_with_node=True)
-        for node in self._joined.values():
+        # Its node tells how a worker ends, before the connection does; that may not be decoded yet.
+        link.unexplained = WorkerEnded("was lost with its connection", is_with_node=True)
+        for node in self._nodes.others.values():
             if link.worker is not None and node.links.get(link.worker) is link:
-                del node.links[link.worker], node.hellos[link.worker]
+                del node.links[link.worker]
         self._receiver.left(link)
 
     # What nodes ask.
 
-    def _sources(self, model: Digest, asking: NodeId) -> tuple[messages.Source, ...]:
-        held_by = {LOCAL: self._own_held} | {one.node_id: one.held for one in self._joined.values()}
-        return tuple(
-            messages.Source(node, held[model])
-            for node, held in held_by.items()
-            if node != asking and model in held and any(held[model].host + held[model].disk)
-        )
+    def _answer(self, question: messages.Question, asking: NodeId) -> messages.Answer:
+        match question:
+            case messages.AskSources(number, model):
+                return self._sources(number, model, asking)
+            case messages.AskTicket(number, target, worker):
+                return self._ticket(number, target, worker, asking)
+            case _:
+                assert_never(question)
+
+    def _answer_own(self, question: messages.Question) -> None:
+        self._questions.answered(self._answer(question, LOCAL))
+
+    def _sources(self, number: int, model: Digest, asking: NodeId) -> messages.Sources:
+        all_held = {LOCAL: self._own_held} | {one.node_id: one.held for one in self._nodes.others.values()}
+        held_by = {
+            node: held[model]
+            for node, held in all_held.items()
+            if model in held and any(held[model].host + held[model].disk)
+        }
+        links = [link for one in self._nodes.others.values() for link in one.speeds.values()]
+        is_here = "://" not in self._places().get(model, "://")
+        senders: dict[NodeId, messages.HeldChunks | None] = {
+            node: held for node, held in held_by.items() if node == LOCAL or self._knows_plans(node)
+        }
+        if is_here:
+            senders[LOCAL] = None
+        plan = self._multicasts.plan_for(asking, model, self._loading(model), senders, links)
+        sources = (messages.Source(node, held) for node, held in held_by.items() if node != asking)
+        return messages.Sources(number, tuple(sources), plan)
+
+    def _loading(self, model: Digest) -> dict[NodeId, int]:
+        """Return the other nodes on which whole replicas of a model load, and their numbers."""
+        found = {
+            replica.worker.node: replica.number
+            for one in self._driver.fleet.models.values()
+            for replica in one.loading.values()
+            if replica.digest == model and not replica.stages
+        }
+        return {node: number for node, number in found.items() if self._knows_plans(node)}
+
+    def _knows_plans(self, name: NodeId) -> bool:
+        """True if another node is up and of the version of this one: the one before has no plans."""
+        node = self._nodes.others.get(name)
+        return node is not None and node.hello.version >= messages.VERSION
 
     def _ticket(
-        self, number: int, target: NodeId, asking: NodeId
-    ) -> messages.TicketGranted | messages.TicketRefused:
-        is_encrypted = self._nodes.local.is_encrypted
-        if target == LOCAL:  # a node knows how it reaches the head
-            ticket = self._own_tickets.issue(asking)
-            assert self._port is not None, "nodes come by it"
-            return messages.TicketGranted(number, "", self._port.port, ticket, is_encrypted)
-        node = self._joined.get(target)
-        if node is None:
-            return messages.TicketRefused(number, f"node `{target}` is not up")
-        ticket = node.tickets.issue(asking)
-        return messages.TicketGranted(
-            number, node.hello.host or node.channel.host, node.hello.port, ticket, is_encrypted
-        )
+        self, number: int, target: NodeId, worker: WorkerId | None, asking: NodeId
+    ) -> messages.TicketGranted | messages.QuestionRefused:
+        node = self._nodes.others.get(target)
+        if node is None and target != LOCAL:
+            return messages.QuestionRefused(number, f"node `{target}` is not up")
+        is_up = worker is None or (worker in self._driver.fleet.workers and node_of(worker) == target)
+        if not is_up:
+            return messages.QuestionRefused(number, f"worker `{worker}` is not up on node `{target}`")
+        is_encrypted = self._nodes.local.is_encrypted or worker is not None
+        if node is None:  # a node knows how it reaches the head
+            own = self._own_tickets.issue(asking, worker)
+            return messages.TicketGranted(number, "", 0, own, is_encrypted)
+        host, port = node.hello.host or node.channel.host, node.hello.port
+        return messages.TicketGranted(number, host, port, node.tickets.issue(asking, worker), is_encrypted)
 
     # What the service tells all nodes.
 
@@ -367,53 +378,37 @@ class Cluster:
         self._are_places_stale.set()
 
     def count_requests(self, num_by_model: Mapping[Digest, int]) -> None:
-        self._tell_all(messages.RequestsCame(dict(num_by_model)))
+        self._tell_all(messages.RequestCounts(dict(num_by_model)))
 
     def _tell_all(self, message: messages.FromHead) -> None:
-        for node in self._joined.values():
+        for node in self._nodes.others.values():
             node.channel.send(message)
 
     # What users ask.
 
     def drain(self, name: str, *, is_draining: bool) -> None:
-        """Send no more requests to a node, or have it back. Raises RequestError if it is not up."""
-        node_id = LOCAL if name == LOCAL else self._find(name).node_id
+        """Send no more requests to a node, or have it back. Raises RequestError if there is none."""
+        known = [LOCAL, *self._authority.names()]
+        if name not in known:
+            raise RequestError(f"no node is called `{name:.80}`; nodes: {', '.join(known)}")
         (self._drained.add if is_draining else self._drained.discard)(name)
-        self._driver.post(events.NodeDraining(self._driver.now_s, node_id, is_draining))
+        lives = [node.node_id for node in self._nodes.others.values() if node.name == name]
+        for node_id in [LOCAL] if name == LOCAL else lives:
+            self._driver.post(events.NodeDraining(self._driver.now_s, node_id, is_draining))
 
-    def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> None:
         """Remove a node from the cluster, for good. Raises ConfigError if there is none."""
-        self._authority.remove(name)
+        await asyncio.to_thread(self._authority.remove, name)
         self._drained.discard(name)
-        for node in list(self._joined.values()):
+        self._reports.chunks_not_kept(NodeId(name), 0)
+        for node in list(self._nodes.others.values()):
             if node.name == name:
                 node.channel.send(messages.NodeRefused(f"`{name}` was removed from the cluster"))
                 self._lose(node, "it was removed")
 
-    def _find(self, name: str) -> RemoteNode:
-        for node in self._joined.values():
-            if node.name == name:
-                return node
-        known = ", ".join(node.name for node in self._joined.values()) or "none"
-        raise RequestError(f"no node called `{name:.80}` is up; nodes: {known}")
-
     def views(self) -> tuple[NodeView, ...]:
-        down = (
-            NodeView(
-                name=name,
-                node="",
-                state="down",
-                host="",
-                devices=(),
-                num_ready_workers=0,
-                budget_bytes=0,
-                host_used_bytes=0,
-                host_bytes=0,
-                reason=reason,
-            )
-            for name, reason in self._absences().items()
-        )
-        return (*map(self._view, self._joined.values()), *down)
+        down = (NodeView(name=name, state="down", reason=reason) for name, reason in self._absences().items())
+        return (*map(self._view, self._nodes.others.values()), *down)
 
     def notes(self) -> tuple[str, ...]:
         """Return what is wrong, for people."""
@@ -426,7 +421,7 @@ class Cluster:
 
     def _absences(self) -> dict[str, str]:
         """Return why members are not up, by name."""
-        up = {node.name for node in self._joined.values()}
+        up = {node.name for node in self._nodes.others.values()}
         since = "it has not joined since the service started"
         return {name: self._reasons.get(name, since) for name in self._authority.names() if name not in up}
 
@@ -443,10 +438,16 @@ class Cluster:
             host_used_bytes=node.pulse.host_used_bytes,
             host_bytes=hello.host_bytes,
             links=tuple(LinkView(one.source, one.bytes_per_s) for one in node.speeds.values()),
-            labels=hello.labels,
+            receives=self._receives(node.node_id),
+            labels=node.labels,
             reason=node.pulse.trouble,
         )
 
-
-def _not_ready(state: str) -> Literal["starting", "failing"]:
-    return "failing" if state == "failing" else "starting"
+    def _receives(self, node: NodeId) -> dict[str, tuple[str, ...]]:
+        loading = {
+            str(model.name): tuple(map(name_of, self._multicasts.sources_of(node, Digest(replica.digest))))
+            for model in self._driver.fleet.models.values()
+            for replica in model.loading.values()
+            if replica.worker.node == node
+        }
+        return {model: sources for model, sources in loading.items() if sources}

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-import msgspec
-
 from hearth.control.journal import Journal
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
@@ -27,21 +25,21 @@ from hearth.control.snapshots import Snapshots
 from hearth.core import errors, messages
 from hearth.core.errors import HearthError
 from hearth.core.types import (
-    LOCAL,
     AdapterId,
     FinishReason,
     ModelId,
     NodeId,
     RequestId,
     WorkerId,
+    kind_of,
     node_of,
-    where_on_nodes,
 )
 from hearth.node.link import FrameLink
 from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import Action, Event, RejectReason
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.prefixes import PrefixDigest, digest_prefixes
 from hearth.policy.fleet.routing import explain_wait
 from hearth.system.crash import end_process
 
@@ -54,10 +52,10 @@ _ERRORS: dict[RejectReason, type[HearthError]] = {
     RejectReason.MODEL_REMOVED: errors.UnknownModel,
 }
 
-#: Makes the order to host a model, from the brain's action, the number of the stay and the kind of device.
+#: Makes the order to host a model, from the brain's action, the number of the stay and the worker's pool.
 HostOrder = Callable[[events.LoadModel, int, str], messages.HostModel]
-#: Makes an order for a worker of a node, with a kind of device.
-PrepareOrder = Callable[[NodeId, str], messages.PrepareModel]
+#: Makes an order for a worker of a node, in a pool; None: the model does not run there.
+PrepareOrder = Callable[[NodeId, str], messages.PrepareModel | None]
 #: Returns the orders for the models that a new worker prepares for, likewise.
 PrepareOrders = Callable[[NodeId, str], list[messages.PrepareModel]]
 #: Called with every event and its actions, before they are carried out.
@@ -129,6 +127,10 @@ class Driver:
         self.requests.add(request)
         order = request.adapter
         adapter = None if order is None else events.WantedAdapter(order.adapter, request.adapter_bytes)
+        prefixes: tuple[PrefixDigest, ...] = ()
+        if len(self.fleet.workers) > 1:  # else there is no choice among replicas
+            adapter_id = None if order is None else order.adapter
+            prefixes = digest_prefixes(request.prompt, request.salt, request.digest or "", adapter_id)
         self.post(
             events.RequestArrived(
                 now_s=self.now_s,
@@ -140,6 +142,7 @@ class Driver:
                 digest=request.digest,
                 is_batch=request.pace.is_batch,
                 adapter=adapter,
+                prefixes=prefixes,
             )
         )
         if (reason := explain_wait(self.fleet, request.request_id)) is not None:
@@ -182,7 +185,11 @@ class Driver:
             while self._finished:
                 one = self._finished.popleft()
                 request, num_tokens = one.request, len(one.request.emitted)
-                self._post(events.RequestFinished(one.at_s, request.request_id, num_tokens, one.how))
+                self._post(
+                    events.RequestFinished(
+                        one.at_s, request.request_id, num_tokens, one.how, request.computed_prompt
+                    )
+                )
                 self._end(one.at_s, request, one.reason)
 
     # Events and actions.
@@ -222,11 +229,14 @@ class Driver:
             case events.Evict(model, worker, _, is_freed):
                 self._hostings.pop((worker, model), None)
                 self._snapshots.left(worker, model)
+                self.requests.detach(worker, model)  # those of a pipeline that has lost a member
                 self._send(worker, messages.DropModel(model) if is_freed else messages.RetireModel(model))
             case events.SetHold(model, worker, hold):
                 self._send(worker, messages.HoldModel(model, hold))
             case events.RefusePin():
                 pass  # the observer tells people
+            case events.AddWorkers() | events.ReleaseWorkers():
+                pass  # orders to Ray: `RayProcess` is a sink
             case events.Reject():
                 self._reject(action)
             case events.CancelRun(request_id, worker):
@@ -257,7 +267,7 @@ class Driver:
                 pace=request.pace,
                 age_s=self.now_s - request.arrived_s,
                 pooling=request.pooling,
-                adapter=_adapter_on(node_of(order.worker), request.adapter),
+                adapter=request.adapter,
             ),
         )
 
@@ -286,7 +296,7 @@ class Driver:
 
     def ready_stay(self, model: ModelId) -> HostingStay | None:
         for replica in self.fleet.replicas():
-            if replica.model.name == model and replica.is_ready:
+            if replica.model.name == model and replica.is_ready and not replica.stages:
                 return HostingStay(replica.worker.name, self._hostings[replica.worker.name, model])
         return None
 
@@ -294,9 +304,11 @@ class Driver:
 
     def prepare(self, order_for: PrepareOrder) -> None:
         for worker in self._links:
-            kind = self.fleet.workers[worker].kind
-            if kind == "cuda":  # a CPU runs no kernels that are compiled
-                self._send(worker, order_for(node_of(worker), kind))
+            pool = self.fleet.workers[worker].kind
+            if kind_of(pool) == "cuda":  # a CPU runs no kernels that are compiled
+                order = order_for(node_of(worker), pool)
+                if order is not None:
+                    self._send(worker, order)
 
     def forget_adapter(self, adapter: AdapterId) -> None:
         for worker in self._links:
@@ -305,7 +317,7 @@ class Driver:
     def adapters_deployed(self) -> None:
         self._snapshots.adapters_deployed()
 
-    def joined(self, link: FrameLink, hello: messages.WorkerHello) -> None:
+    def joined(self, link: FrameLink, hello: messages.WorkerHello, pool: str) -> None:
         self._links[hello.worker] = link
         self._pools.joined(hello.worker, link)
         self._snapshots.joined(hello.worker, link)
@@ -313,14 +325,14 @@ class Driver:
             events.WorkerJoined(
                 now_s=self.now_s,
                 worker=hello.worker,
-                kind=hello.kind,
+                kind=pool,
                 budget_bytes=hello.budget_bytes,
                 shares_workspace=hello.shares_workspace,
                 node=node_of(hello.worker),
             )
         )
         if hello.kind == "cuda":  # as in `prepare`
-            for order in self._prepare_orders(node_of(hello.worker), hello.kind):
+            for order in self._prepare_orders(node_of(hello.worker), pool):
                 link.send(order)
 
     def receive(self, decoded: DecodedFact | DecodedLate) -> None:
@@ -368,7 +380,7 @@ class Driver:
                 self._pools.received(worker, fact, now_s)
                 self._observer.pool_reported(now_s, worker, fact)
             case messages.WorkerEnded():
-                decoded.link.ended = fact
+                decoded.link.ended = decoded.link.ended or fact  # of a released node it is known why
             case messages.WorkerHello():
                 decoded.link.abort()
             case _:
@@ -387,7 +399,7 @@ class Driver:
             self._answered.add((worker, step_done.model))
         for admitted in step_done.admitted:
             if (request := self.requests.on(worker, admitted.run)) is not None:
-                request.admitted(admitted.num_cached_tokens)
+                request.admitted(now_s - step_done.step_s, admitted.num_cached_tokens)
         for run, reading in step_done.readings.items():
             if (request := self.requests.on(worker, run)) is not None:
                 request.stream.reading = reading
@@ -410,6 +422,7 @@ class Driver:
         request, delta = token.request, token.delta
         if request.request_id not in self.requests.by_id:
             return  # cancelled a moment ago
+        request.delivered(now_s)
         self._observer.delivered(now_s, request.request_id)
         request.stream.put((delta,))
         if delta.finish_reason is not None:
@@ -448,6 +461,7 @@ class Driver:
                 self.post(events.LoadProgressed(now_s, worker, model, fact.num_bytes))
             case messages.ModelLoaded(model):
                 self._observer.load_ended(now_s, worker, fact)
+                is_stage = bool(self.fleet.workers[worker].replicas[model].stages)
                 rungs = tuple(
                     events.RungUse(use.rung, use.num_bytes, use.seconds)
                     for use in messages.sum_by_rung(fact.rungs).values()
@@ -457,13 +471,14 @@ class Driver:
                         now_s, worker, model, rungs, fact.total_s, fact.ahead_bytes, fact.shared_bytes
                     )
                 )
-                self._snapshots.loaded(worker, model, fact.hosting)
+                if not is_stage:  # which has no snapshots
+                    self._snapshots.loaded(worker, model, fact.hosting)
             case messages.HostingFailed(model):
                 self._failures[model] = fact.label
                 del self._hostings[worker, model]
                 self._snapshots.left(worker, model)
                 self.requests.detach(worker, model)
-                self.post(events.ModelFailed(now_s, worker, model, fact.reason))
+                self.post(events.ModelFailed(now_s, worker, model, fact.reason, fact.is_cut_off))
 
     def _worker_lost(self, now_s: float, worker: WorkerId, link: FrameLink) -> None:
         del self._links[worker]
@@ -473,7 +488,10 @@ class Driver:
             del self._hostings[key]
         ending = link.ending()
         culprit = ending.model
-        in_step = None if ending.runs is None else self._request_ids(worker, ending.runs)
+        in_step = None
+        if ending.runs is not None:  # of a stage, those of requests on the first member
+            requests = map(self.requests.by_run.get, ending.runs)
+            in_step = tuple(one.request_id for one in requests if one is not None)
         self.requests.detach(worker)
         has_answered = (worker, culprit) in self._answered
         self._answered = {stay for stay in self._answered if stay[0] != worker}
@@ -503,9 +521,3 @@ class Driver:
     def _request_ids(self, worker: WorkerId, runs: Sequence[int]) -> tuple[RequestId, ...]:
         requests = (self.requests.on(worker, run) for run in runs)
         return tuple(request.request_id for request in requests if request is not None)
-
-
-def _adapter_on(node: NodeId, order: messages.AdapterOrder | None) -> messages.AdapterOrder | None:
-    if order is None or node == LOCAL:
-        return order
-    return msgspec.structs.replace(order, where=where_on_nodes(order.adapter))

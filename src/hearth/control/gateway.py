@@ -207,6 +207,7 @@ class Gateway:
         overwrite: bool,
         base: str | None = None,
         *,
+        labels: Sequence[str] = (),
         is_adapter: bool = False,
     ) -> AsyncGenerator[dict[str, object], None]:
         """Yield progress, and last the model. Closing the generator cancels. `is_adapter`: refuse a model."""
@@ -218,6 +219,7 @@ class Gateway:
             overwrite=overwrite,
             base=base,
             is_adapter=is_adapter,
+            labels=tuple(labels),
         )
         async with aclosing(self.deployments.deploy(order)) as progress:
             async for event in progress:

@@ -10,10 +10,11 @@ from contextlib import suppress
 
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.driver import Driver
+from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.views import HostMemoryView
 from hearth.core.errors import HearthError
 from hearth.core.node_messages import HeldChunks
-from hearth.core.types import Digest, ModelId, NodeId, Rung
+from hearth.core.types import LOCAL, Digest, ModelId, NodeId, Rung, name_of
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
 from hearth.store.format.manifest import CHUNK_BYTES
@@ -29,12 +30,19 @@ class KeeperReports:
     """Mutable; used on the event loop alone. A keeper that does not answer is asked again later."""
 
     def __init__(
-        self, keeper: KeeperClient, catalog: Catalog, driver: Driver, interval_s: float = INTERVAL_S
+        self,
+        keeper: KeeperClient,
+        catalog: Catalog,
+        driver: Driver,
+        metrics: Metrics,
+        interval_s: float = INTERVAL_S,
     ) -> None:
         #: Passes the demand on to the keepers of other nodes.
         self.tell_nodes: Callable[[Mapping[Digest, int]], None] = lambda num_by_model: None
         self._keeper, self._catalog, self._driver, self._interval_s = keeper, catalog, driver, interval_s
         self.host_memory: HostMemoryView | None = None  #: as reported last; None: no keeper answers
+        self._count_not_kept = metrics.fallbacks.labels("chunks_not_kept").inc
+        self._num_not_kept: dict[str, int] = {}  #: as reported last, by the name of the node
         self._unreported: Counter[Digest] = Counter()  #: requests by the digest of their model
         self._has_requests = asyncio.Event()
         self._is_residency_stale = asyncio.Event()
@@ -66,18 +74,35 @@ class KeeperReports:
                 now_s = self._driver.now_s
                 self._driver.post(events.ResidencyReported(now_s, profile.model, bytes_by_rung, node))
 
+    def chunks_not_kept(self, node: NodeId, num_chunks: int) -> None:
+        """Note how many chunks the keeper of a node could not keep on disk since it started."""
+        before = self._num_not_kept.get(name_of(node), 0)
+        self._count_not_kept(num_chunks - before if num_chunks >= before else num_chunks)
+        self._num_not_kept[name_of(node)] = num_chunks
+
+    @property
+    def note(self) -> str | None:
+        told = ", ".join(f"{num} on node `{name}`" for name, num in self._num_not_kept.items() if num)
+        if not told:
+            return None
+        return (
+            f"chunks that could not be kept on disk: {told}; they are fetched again for each load; free disk "
+            "space or raise `store.disk_bytes` there, the log says more (`chunks_not_kept`)"
+        )
+
     async def refresh_host_memory(self, patience_s: float) -> None:
         """Update `host_memory`; a keeper that is only slow keeps its last report."""
         try:
             async with asyncio.timeout(patience_s):
-                measured = await self._keeper.host_memory()
+                report = await self._keeper.report()
         except TimeoutError:
             log.debug("host_memory_late patience_s=%g", patience_s)
         except (HearthError, OSError) as error:
             log.debug("host_memory_unknown reason=%s", error)
             self.host_memory = None
         else:
-            self.host_memory = HostMemoryView(measured.used_bytes, measured.capacity_bytes)
+            self.host_memory = HostMemoryView(report.used_bytes, report.capacity_bytes)
+            self.chunks_not_kept(LOCAL, report.num_not_kept)
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -2,20 +2,80 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from hearth.core import node_messages as messages
 from hearth.core.errors import NoWorkers
-from hearth.core.types import NodeId, WorkerId, node_of
+from hearth.core.messages import WorkerEnded
+from hearth.core.node_messages import WorkerStatus
+from hearth.core.types import Digest, NodeId, WorkerId, node_of
+from hearth.node.link import FrameLink
 from hearth.node.local_node import LocalNode
-from hearth.node.node import Node
 from hearth.node.supervisor import seat_index
-from hearth.node.worker_seat import WorkerStatus
+from hearth.node.tickets import TicketIssuer
+
+if TYPE_CHECKING:  # it loads packages that only a cluster needs
+    from hearth.node.channel import Channel
+
+
+class RemoteNode:
+    """One life of another machine in the cluster. Mutable; used on the event loop alone."""
+
+    def __init__(self, node_id: NodeId, hello: messages.NodeHello, channel: Channel) -> None:
+        self.node_id, self.hello, self.channel = node_id, hello, channel
+        self.tickets = TicketIssuer()
+        self.num_silent_pulses = 0
+        self.links: dict[WorkerId, FrameLink] = {}
+        self.past_workers: set[WorkerId] = set()  #: linked in this life, each once
+        self.held: dict[Digest, messages.HeldChunks] = {}
+        self.speeds: dict[NodeId, messages.LinkSpeed] = {}
+        self.pulse = messages.NodePulse((), 0)
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return self.hello.labels
+
+    def workers(self) -> list[WorkerStatus]:
+        """Return those that the node has reported. One that is ready counts when it is linked here."""
+        return [
+            replace(one, state="starting", hello=None)
+            if one.state == "ready" and one.worker not in self.links
+            else one
+            for one in self.pulse.workers
+        ]
+
+    def device_share(self, seat: int) -> float:
+        return 1.0 / max(1, self.hello.num_sharing)
+
+    def trouble(self) -> str | None:
+        return None if self.pulse.trouble is None else f"on node {self.node_id}: {self.pulse.trouble}"
+
+    def expect_end(self, reason: str) -> None:
+        """Note why all workers end, for the sake of the node: no model is to blame."""
+        for link in self.links.values():
+            link.ended = link.ended or WorkerEnded(reason, is_with_node=True)
+
+
+#: How long requests wait if no machine has workers: those that were there return within seconds.
+NO_NODE_S = 30.0
 
 
 class Nodes:
     """Mutable; used on the event loop alone."""
 
-    def __init__(self, local: LocalNode) -> None:
-        self.local = local
-        self.others: dict[NodeId, Node] = {}
+    def __init__(self, local: LocalNode, *, can_grow: bool = False) -> None:
+        """`can_grow`: a request that waits may bring a machine."""
+        self.local, self._can_grow = local, can_grow
+        self.others: dict[NodeId, RemoteNode] = {}
+        self._last_up_s = time.monotonic()  #: when another machine last had a worker that may come up
 
     def workers(self) -> list[WorkerStatus]:
         return [worker for node in self._all() for worker in node.workers()]
@@ -27,14 +87,24 @@ class Nodes:
 
     def outage(self) -> NoWorkers | None:
         """Return the error of requests while no worker comes up; None: one is up, or may come up."""
+        now_s, is_local = time.monotonic(), bool(self.local.supervisor.seats)
         if any(one.state != "failing" for node in self.others.values() for one in node.workers()):
+            self._last_up_s = now_s
             return None
-        return self.local.supervisor.outage()
+        if is_local or self._can_grow or now_s - self._last_up_s < NO_NODE_S:
+            return self.local.supervisor.outage()
+        trouble = self.trouble() or "no machine has joined; `hearth cluster token` prints the command for one"
+        error = NoWorkers(f"no worker is up: {trouble}")
+        error.retry_s = NO_NODE_S
+        return error
 
     def device_share(self, worker: WorkerId) -> float:
         """Return a worker's share of its device."""
         node = self.others.get(node_of(worker))
         return (self.local if node is None else node).device_share(seat_index(worker))
 
-    def _all(self) -> list[Node]:
+    def labels_of(self, node: NodeId) -> Mapping[str, str]:
+        return (self.others.get(node) or self.local).labels
+
+    def _all(self) -> list[LocalNode | RemoteNode]:
         return [self.local, *self.others.values()]

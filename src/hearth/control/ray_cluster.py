@@ -3,20 +3,27 @@
 Ray places the actors, reserves GPUs for them and starts them anew when they die. The head polls which nodes
 Ray has; a node is up or lost by its own connection to the head, as any other. Requests, weights and
 heartbeats never pass through Ray. The actors end with the process that asked for them (`ray_process.py`).
+
+The brain may order one more machine: one that was given back and is still there, or else one that Ray's
+autoscaler is asked for. To give a machine back is to end its actor: the autoscaler takes idle machines away.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
+import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ray
 import uvloop
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -37,6 +44,8 @@ POLL_S = 2.0
 RETRY_S = 30.0
 #: How long the token of an agent is valid. It joins at once, and later uses its certificate.
 TOKEN_S = 120.0
+#: Time for the workers of an agent to start, before another machine is asked for.
+START_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +59,11 @@ class RayNode:
     name: str  #: in Hearth's cluster
     num_gpus: float
     num_cpus: float
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """All that it has: two bundles never share a machine."""
+        return {"GPU": self.num_gpus, "CPU": self.num_cpus} if self.num_gpus else {"CPU": self.num_cpus}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +95,76 @@ class RayNodes:
             ray.util.get_node_ip_address(), parse_address(cluster.listen)[1]
         )
         if not (cluster_path / "ca.key").exists():
-            Authority.create(cluster_path)
+            Authority.create(cluster_path, self._head)
         keep_head(cluster_path, self._head)
         self._authority = Authority.open(cluster_path)
         self._agents: dict[RayNode, asyncio.Task[None]] = {}
+        self._serving_since_s: dict[RayNode, float] = {}  #: of agents that run
+        self._alive: set[RayNode] = set()
+        self._released: set[RayNode] = set()  #: given back to Ray, and still there
+        self._num_wanted = 0  #: nodes that Ray should have; 0: those that it has
+        self._asked: list[dict[str, float]] | None = None  #: of the autoscaler; None: unknown
 
     async def follow(self) -> None:
         """Run the agents of all nodes that Ray has, as they come and go. Call it when the head listens."""
         while True:
             try:
-                alive = usable(await asyncio.to_thread(ray.nodes), self._config.cluster.ray_cpus)
+                self._alive = set(usable(await asyncio.to_thread(ray.nodes), self._config.cluster.ray_cpus))
+                self._update()
+                await self._ask()
             except RayError as error:  # its control store restarts, say
                 log.warning("ray_not_reached reason=`%s`", error)
-            else:
-                await self._update(
-                    {one for one in alive if self._uses_own_node or one.ray_id != self._own_id}
-                )
             await asyncio.sleep(POLL_S)
 
-    async def _update(self, alive: set[RayNode]) -> None:
-        for node in self._agents.keys() - alive:
+    def add(self) -> None:
+        """Have one more node than now, unless agents are still starting or failing."""
+        if self._is_any_starting(time.monotonic() - START_S):
+            return
+        if self._released:
+            self._released.pop()
+        else:
+            self._num_wanted = len(self._alive) + 1
+
+    def release(self, name: str) -> None:
+        """End the agent of a node, which has no requests."""
+        self._num_wanted = 0
+        self._released |= {node for node in self._agents if node.name == name}
+        self._update()
+
+    def _update(self) -> None:
+        self._released &= self._alive
+        wanted = {
+            one for one in self._alive - self._released if self._uses_own_node or one.ray_id != self._own_id
+        }
+        for name in departed(self._agents.keys(), wanted):
+            with suppress(ConfigError):  # it never joined, or was removed by hand
+                self._authority.remove(name)
+        for node in self._agents.keys() - wanted:
             log.info("ray_node_gone name=%s address=%s", node.name, node.address)
             self._agents.pop(node).cancel()
-            if all(one.name != node.name for one in alive):  # else the machine is back, with another id
-                with suppress(ConfigError):  # it never joined, or was removed by hand
-                    await asyncio.to_thread(self._authority.remove, node.name)
-        for node in alive - self._agents.keys():
+        for node in wanted - self._agents.keys():
             self._agents[node] = asyncio.create_task(self._keep_agent(node))
+
+    async def close(self) -> None:
+        """Withdraw what the autoscaler is asked for: it would keep machines without this service."""
+        self._num_wanted = 0
+        await self._ask()
+
+    def _is_any_starting(self, before_s: float) -> bool:
+        """True if an agent does not run, or not since then. Those of refused nodes do not count."""
+        nodes = (node for node, task in self._agents.items() if not task.done())
+        return any(self._serving_since_s.get(node, math.inf) > before_s for node in nodes)
+
+    async def _ask(self) -> None:
+        """Ask the autoscaler for machines until they run agents, which keep them from then on."""
+        cluster = self._config.cluster
+        if len(self._alive) >= self._num_wanted and not self._is_any_starting(time.monotonic()):
+            self._num_wanted = 0
+        bundles = bundles_of(self._alive, self._num_wanted, cluster.ray_cpus)
+        if cluster.min_nodes is not None and bundles != self._asked:
+            await asyncio.to_thread(request_resources, bundles=bundles)
+            self._asked = bundles
+            log.info("ray_asked bundles=%s", bundles)
 
     async def _keep_agent(self, node: RayNode) -> None:
         """Run the agent of a node until cancelled, or until the node is refused."""
@@ -128,6 +185,7 @@ class RayNodes:
                 await actor.__ray_ready__.remote()  # it may wait for GPUs, for longer than a token lasts
                 token = await asyncio.to_thread(self._new_token, node.name)
                 log.info("ray_agent_starting name=%s address=%s", node.name, node.address)
+                self._serving_since_s[node] = time.monotonic()
                 await actor.serve.remote(NodeOrder(self._config_of(node), self._head, node.name, token))
             except JoinRefused as error:
                 log.warning("ray_agent_refused name=%s reason=`%s`", node.name, _cause(error))
@@ -137,6 +195,7 @@ class RayNodes:
                     "ray_agent_failed name=%s retry_s=%g reason=`%s`", node.name, RETRY_S, _cause(error)
                 )
             finally:
+                self._serving_since_s.pop(node, None)
                 with suppress(RayError):
                     ray.kill(actor)
             await asyncio.sleep(RETRY_S)
@@ -237,6 +296,22 @@ def usable(nodes: list[dict[str, object]], min_cpus: int) -> list[RayNode]:
             name, address = str(node["NodeName"]), str(node["NodeManagerAddress"])
             found.append(RayNode(str(node["NodeID"]), address, _name_of(name), num_gpus, num_cpus))
     return found
+
+
+def departed(before: Collection[RayNode], now: Collection[RayNode]) -> set[str]:
+    """Return the names of machines that are gone. One that is back has its name, and another id."""
+    return {node.name for node in before} - {node.name for node in now}
+
+
+def bundles_of(alive: Collection[RayNode], num_wanted: int, min_cpus: int) -> list[dict[str, float]]:
+    """Return the machines that there are and more like the largest; nothing if none are wanted."""
+    if not num_wanted:
+        return []
+    there = sorted(alive, key=lambda node: (node.num_gpus, node.num_cpus, node.ray_id))
+    first: dict[str, float] = {"CPU": min_cpus} if min_cpus else {"GPU": 1}
+    return [node.bundle for node in there] + (num_wanted - len(there)) * [
+        there[-1].bundle if there else first
+    ]
 
 
 def _name_of(ray_name: str) -> str:

@@ -1,6 +1,6 @@
 """The process that asks Ray for nodes. It is apart from the service because Ray ends it when Ray itself ends.
 
-Nodes that run then go on serving: they are connected to the head. The next process starts when Ray is back.
+Nodes then go on serving until Ray ends them, too, within a minute. The next process starts when Ray is back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from asyncio.subprocess import Process
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,9 @@ import msgspec
 
 from hearth.core.config import HearthConfig, load, plain
 from hearth.core.errors import ConfigError, HearthError, ServiceError, error_of
+from hearth.core.types import name_of
 from hearth.node import processes
+from hearth.policy.fleet.events import Action, AddWorkers, Event, ReleaseWorkers
 from hearth.system.die_with_parent import die_with_parent
 
 if TYPE_CHECKING:
@@ -35,6 +38,10 @@ class RaySetup(msgspec.Struct, frozen=True):
     uses_own_node: bool
 
 
+class RayOrder(msgspec.Struct, frozen=True):
+    released: str | None = None  #: the node to give back; None: add one
+
+
 class RayProcess:
     """Mutable; used on the event loop alone."""
 
@@ -47,6 +54,7 @@ class RayProcess:
         self._manager, self._start_s = config.cluster.manager, config.service.start_s
         self._errors = errors
         self._process: Process | None = None
+        self._orders: asyncio.StreamWriter | None = None  #: None: it is not told that the head listens
         self._keeping: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
@@ -83,12 +91,26 @@ class RayProcess:
         if self._process is not None:
             await processes.end(self._process)
 
+    def observe(self, _: Event, actions: Sequence[Action]) -> None:
+        """Pass the brain's orders about machines on, if the process runs. Else its nodes end anyway."""
+        for action in actions:
+            match action:
+                case AddWorkers():
+                    self._send(RayOrder())
+                case ReleaseWorkers(node):
+                    self._send(RayOrder(released=name_of(node)))
+
+    def _send(self, order: RayOrder) -> None:
+        if self._orders is not None:
+            self._orders.write(msgspec.json.encode(order) + b"\n")
+
     async def _keep(self) -> None:
         num_short_lives = 0
         while True:
             assert self._process is not None, "it was started before"
             began_s = time.monotonic()
             code = await self._process.wait()
+            self._orders = None
             is_short = time.monotonic() - began_s < processes.SHORT_LIFE_S
             num_short_lives = num_short_lives + 1 if is_short else 0
             delay_s = processes.restart_delay_s(num_short_lives)
@@ -103,8 +125,9 @@ class RayProcess:
 
     def _go(self) -> None:
         assert self._process is not None, "it was started before"
-        assert self._process.stdin is not None, "asked for a pipe"
-        self._process.stdin.write(b"\n")
+        self._orders = self._process.stdin
+        assert self._orders is not None, "asked for a pipe"
+        self._orders.write(b"\n")
 
 
 def main() -> int:
@@ -134,10 +157,21 @@ def main() -> int:
 async def _follow(nodes: RayNodes) -> None:
     """Run until the head closes standard input. Raises what ends it before."""
     following = asyncio.create_task(nodes.follow())
-    closed = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
-    await asyncio.wait((following, closed), return_when=asyncio.FIRST_COMPLETED)
+    obeying = asyncio.create_task(_obey(nodes))
+    await asyncio.wait((following, obeying), return_when=asyncio.FIRST_COMPLETED)
     if following.done():
         following.result()
+    obeying.result()
+
+
+async def _obey(nodes: RayNodes) -> None:
+    while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+        order = msgspec.json.decode(line, type=RayOrder)
+        if order.released is None:
+            nodes.add()
+        else:
+            nodes.release(order.released)
+    await nodes.close()
 
 
 if __name__ == "__main__":

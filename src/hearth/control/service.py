@@ -39,15 +39,15 @@ from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
-from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
+from hearth.core.config import CPU_HOST_BYTES, ClusterConfig, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
-from hearth.core.types import LOCAL, Pace
+from hearth.core.types import LOCAL, Pace, pool_of
 from hearth.node.devices import Devices
 from hearth.node.local_node import LocalNode
 from hearth.node.process_log import ProcessLog, logs_to_stderr
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_template import WorkerTemplate
-from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.events import BrainConfig, Scaling
 from hearth.policy.fleet.fleet import Fleet
 from hearth.snapshot.directory import SnapshotDirectory
 
@@ -69,7 +69,12 @@ async def running(
     service = config.service
     metrics = Metrics(service.device_hour_price)
     tracing = tracing_of(os.environ, metrics)
-    brain = BrainConfig(max_queue=service.max_queue, patience_s=service.patience_s, takes_turns=service.turns)
+    brain = BrainConfig(
+        max_queue=service.max_queue,
+        patience_s=service.patience_s,
+        takes_turns=service.turns,
+        scaling=_scaling_of(config.cluster),
+    )
     async with AsyncExitStack() as stack:
         if isinstance(tracing, Tracing):
             stack.push_async_callback(tracing.close)
@@ -82,7 +87,7 @@ async def running(
             config.models,
             config.engine,
             service.keep_alive,
-            kind=devices.kind if devices.num_workers else None,
+            pool_of(devices.kind, config.cluster.values_by_label) if devices.num_workers else None,
             budget_bytes=service.memory_bytes,
             pace=Pace(service.first_token_target, service.pace, service.max_pause),
             takes_turns=service.turns,
@@ -115,7 +120,7 @@ async def running(
         stack.callback(decoder.close)
         encoder = PromptEncoder(service.template_s)
         stack.callback(encoder.close)
-        receiver = LinkReceiver(catalog, driver, decoder)
+        receiver = LinkReceiver(catalog, driver, decoder, lambda node: nodes.labels_of(node))
         process_log = ProcessLog(data_dir.log_path, to_stderr=logs_to_stderr())
         stack.callback(process_log.close)
         stack.push_async_callback(LogRotation(data_dir.log_path).close)
@@ -157,7 +162,7 @@ async def running(
             template,
             credentials=None if authority is None else cluster_path,
         )
-        nodes = Nodes(local)
+        nodes = Nodes(local, can_grow=_scaling_of(config.cluster) is not None)
 
         def fail_if_out() -> None:
             if (outage := nodes.outage()) is not None:
@@ -165,7 +170,7 @@ async def running(
 
         stack.push_async_callback(local.close)
         # Only while workers import their modules: later it would delay the tokenizers of requests.
-        pinned_first = sorted(catalog.entries(), key=lambda entry: not entry.config.pinned)
+        pinned_first = sorted(catalog.entries(), key=lambda entry: not entry.profile.is_pinned)
         reading = asyncio.create_task(
             encoder.read_ahead((entry.deployed for entry in pinned_first), lambda: not driver.fleet.workers)
         )
@@ -174,29 +179,41 @@ async def running(
         local.start_workers(LOCAL)
         if not local.supervisor.keeper.reads_natively:
             metrics.fallbacks.labels("interpreted_reads").inc()
-        reports = KeeperReports(local.keeper, catalog, driver)
+        reports = KeeperReports(local.keeper, catalog, driver, metrics)
+        deployments = Deployments(registry, catalog, driver, local.keeper, data_dir, process_log.fd)
         cluster = None
         if authority is not None:
             from hearth.control.cluster import Cluster  # with the packages that only a cluster needs
+            from hearth.control.multicasts import Multicasts
 
             cluster = Cluster(
-                authority, nodes, driver, receiver, config, catalog.places, reports.node_reported, metrics
+                authority,
+                nodes,
+                driver,
+                receiver,
+                config,
+                deployments.places,
+                Multicasts(catalog.manifest_of),
+                reports,
+                metrics,
             )
             reports.tell_nodes = cluster.count_requests
+            deployments.tell_nodes = cluster.models_changed
             stack.push_async_callback(cluster.close)
             await cluster.start(cluster_path)
             if ray_process is not None:
                 ray_process.start()
+                driver.add_sink(cluster.observe)
+                driver.add_sink(ray_process.observe)
         stack.push_async_callback(reports.close)
         driver.add_sink(reports.observe)
-        deployments = Deployments(registry, catalog, driver, local.keeper, data_dir, process_log.fd)
-        if cluster is not None:
-            deployments.tell_nodes = cluster.models_changed
         keys = keys_of(service, data_dir)
         usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
         stack.push_async_callback(usage.close)
         noting = [
-            one for one in (usage, journal, process_log, access_log, tracing, template) if one is not None
+            one
+            for one in (usage, journal, process_log, access_log, tracing, template, reports)
+            if one is not None
         ]
         views = ServiceViews(
             deployments=deployments,
@@ -230,6 +247,12 @@ async def running(
             exchange_sinks=exchange_sinks,
         )
         observer.close()
+
+
+def _scaling_of(cluster: ClusterConfig) -> Scaling | None:
+    if cluster.manager is None or cluster.min_nodes is None:
+        return None
+    return Scaling(cluster.scale_out_after_s, cluster.scale_in_after_s, cluster.min_nodes)
 
 
 def _authority_in(path: Path) -> Authority | None:

@@ -182,6 +182,12 @@ class ClusterConfig:
     ray_cpus: Annotated[int, Limits(0)] = 0
     node_data_dir: str = "~/.hearth-node"  #: with Ray: data directory of each node
     ray_without_auth: bool = False  #: use a Ray cluster that runs the code of anyone who reaches it
+    #: with Ray: nodes to keep when idle, others come and go with the load; None: use all that Ray has
+    min_nodes: Annotated[int | None, Limits(0)] = None
+    #: with `min_nodes`: seconds that a request waits for memory, a slot or a turn before a machine is added
+    scale_out_after_s: Annotated[float, Limits(0.1, 86400.0)] = 5.0
+    #: with `min_nodes`: seconds without requests and loads after which Ray gets a machine back
+    scale_in_after_s: Annotated[float, Limits(0.1, 86400.0)] = 300.0
 
     def __post_init__(self) -> None:
         _check_section(self, "cluster")
@@ -195,13 +201,17 @@ class ClusterConfig:
                 parse_address(address or self.listen)
             except ConfigError as error:
                 raise ConfigError(f"`cluster.{key}`: {error}") from None
-        wrong = next((label for label in self.labels if not all(label.partition("="))), None)
-        if wrong is not None:
+        if (wrong := wrong_label(self.labels)) is not None:
             raise ConfigError(f'`cluster.labels` takes labels like "zone=a", given: {wrong!r:.80}')
 
     @property
     def values_by_label(self) -> dict[str, str]:
         return {key: value for key, _, value in (label.partition("=") for label in self.labels)}
+
+
+def wrong_label(labels: Iterable[str]) -> str | None:
+    """Return the first that is not KEY=VALUE without spaces; None: there is none."""
+    return next((label for label in labels if not re.fullmatch(r"[^\s=]+=\S+", label)), None)
 
 
 CLUSTER_PORT = 7610
@@ -235,13 +245,25 @@ class ModelConfig:
     memory_floor_bytes: Annotated[int | None, Limits(1)] = None
     #: maximum device memory of the model, KV cache included; None: no limit
     memory_ceiling_bytes: Annotated[int | None, Limits(1)] = None
+    #: replicas to keep loaded, each on its own worker and spread over machines; `pinned` is 1
+    min_replicas: Annotated[int, Limits(0)] = 0
+    max_replicas: Annotated[int | None, Limits(1)] = None  #: maximum replicas under load; None: no limit
+    labels: tuple[str, ...] = ()  #: run the model only on machines with all these `cluster.labels`
 
     def __post_init__(self) -> None:
         _check_section(self, "models.NAME")
+        if (wrong := wrong_label(self.labels)) is not None:
+            raise ConfigError(f'`models.NAME.labels` takes labels like "zone=a", given: {wrong!r:.80}')
         floor, ceiling = self.memory_floor_bytes, self.memory_ceiling_bytes
         if floor is not None and ceiling is not None and floor > ceiling:
             raise ConfigError(
                 f"`memory_floor_bytes` must not exceed `memory_ceiling_bytes`: {floor} > {ceiling}; "
+                "lower the one or raise the other"
+            )
+        least, most = self.min_replicas, self.max_replicas
+        if most is not None and least > most:
+            raise ConfigError(
+                f"`min_replicas` must not exceed `max_replicas`: {least} > {most}; "
                 "lower the one or raise the other"
             )
 

@@ -85,6 +85,12 @@ class OutOfDeviceMemory(DeviceError):
     label = "device_memory"
 
 
+class StageLost(DeviceError):
+    """A member of a pipeline cannot go on without another one."""
+
+    label = "stage_lost"
+
+
 class EngineFailed(HearthError):
     label = "engine_failed"
 

@@ -29,6 +29,7 @@ from hearth.core.types import (
     Hold,
     ModelId,
     Pace,
+    Pipeline,
     Pooling,
     PromptReading,
     Rung,
@@ -40,7 +41,7 @@ from hearth.core.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 17
+VERSION = 19
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -62,11 +63,14 @@ class WorkerSetup(Struct, frozen=True):
     engine: dict[str, int | float | str | None]  #: the fields of EngineConfig
     num_threads: int | None  #: that torch may use; None: its own choice
     log_level: str
+    stages_path: str  #: the directory of the sockets on which workers take connections: `stage_socket`
     turns: bool = False  #: models that do not fit together take turns
     beacon: int | None = None  #: the descriptor of its beacon's memory; None: no beacon
     snapshots_path: str | None = None  #: where snapshots are kept; None: none are made or used
     snapshot_bytes: int = 0  #: that all of them may take
     predecessor: int | None = None  #: the process that has the memory until it ends; None: no process has it
+    agent_socket: str | None = None  #: where it asks for tickets to workers of other nodes; None: no cluster
+    credentials: str | None = None  #: the directory of this node's certificate and key; None: no cluster
 
     def __repr__(self) -> str:
         """Leave out the secret: a repr may be logged."""
@@ -174,6 +178,16 @@ class HostModel(Struct, frozen=True, tag=True):
     workspace_bytes: int = 0
     standing_bytes: int = 0
     slot: int | None = None  #: of its addresses on the device; None: all are other models'
+    pipeline: Pipeline | None = None  #: that runs the model; None: this worker alone
+    member: int = 0  #: this worker's number in the pipeline
+
+    @property
+    def layers(self) -> range | None:
+        """The layers of this worker; None: all."""
+        if self.pipeline is None:
+            return None
+        member = self.pipeline.members[self.member]
+        return range(member.begin, member.end)
 
 
 class RetireModel(Struct, frozen=True, tag=True):
@@ -209,7 +223,7 @@ class AdapterOrder(Struct, frozen=True):
 
     adapter: AdapterId  #: the digest of its manifest; another one there means that it was changed
     name: str  #: its deployed name, for people
-    where: str  #: as in `HostModel`
+    where: str  #: a directory or a URL on the head's node; workers of other nodes ask each other
     weight: float = 1.0  #: how much a second of its start matters; see the reload cost
     is_pinned: bool = False  #: once loaded, it is evicted only for memory promised to models
 
@@ -360,6 +374,7 @@ class HostingFailed(Struct, frozen=True, tag=True):
     hosting: int
     label: str
     reason: str
+    is_cut_off: bool = False  #: it has lost another member of its pipeline
 
 
 class SnapshotLooked(Struct, frozen=True, tag=True):

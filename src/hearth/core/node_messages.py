@@ -1,13 +1,13 @@
 """The messages between the head and the nodes of a cluster. Opens no socket.
 
     node                                      head
-    AskAuthority                              AuthorityIs
+    AskAuthority                              AuthorityCertificate
     Join                                      Joined | NodeRefused
     NodeHello                                 NodeWelcome | NodeRefused; then, at any time:
     NodePulse, twice a second                 HeadPulse, for each
-    ChunksHeld, LinksMeasured                 RequestsCame, ForgetChunks; NodeRefused ends it
-    AskSources                                Sources
-    AskTicket                                 TicketGranted | TicketRefused
+    ChunkReport, LinkReport                   RequestCounts, ForgetChunks, DropPeer; NodeRefused ends it
+    AskSources                                Sources | QuestionRefused
+    AskTicket                                 TicketGranted | QuestionRefused
     WorkerOpened, on a connection of its own  frames of `core/messages.py`, in both directions
 
 The first two need no certificate of the node. Connections are TLS 1.3.
@@ -22,15 +22,19 @@ from msgspec import Struct
 from hearth.core.messages import WorkerHello
 from hearth.core.types import Digest, NodeId, WorkerId
 
-#: Raise it with every change of this file or of `core/messages.py`; the head also speaks the version before.
-VERSION = 1
+#: Begins a data connection; a ticket in hexadecimal and a line feed follow.
+DATA_MAGIC = b"HEARTH1 "
+#: Raise it with every change of this file, of `core/messages.py` or of the requests between stores. The head
+#: also serves nodes of the version before: new fields have defaults, and new kinds of messages are sent to
+#: nodes of this version alone.
+VERSION = 2
 
 
 class AskAuthority(Struct, frozen=True, tag=True):
     """Ask for the certificate of the authority, which the node compares with the hash in its token."""
 
 
-class AuthorityIs(Struct, frozen=True, tag=True):
+class AuthorityCertificate(Struct, frozen=True, tag=True):
     certificate: bytes  #: PEM
 
 
@@ -79,25 +83,24 @@ class NodeWelcome(Struct, frozen=True, tag=True):
         return f"<NodeWelcome node={self.node}>"
 
 
-class NodeWorker(Struct, frozen=True):
-    """The state of a worker, as `hearth ps` shows it."""
-
+class WorkerStatus(Struct, frozen=True):
     worker: WorkerId
     state: Literal["starting", "failing", "ready"]
-    pid: int
+    pid: int  #: 0: no process
     num_restarts: int
-    reason: str | None
+    hello: WorkerHello | None  #: None: not ready
+    reason: str | None  #: why it is not ready; None: it is, or starts for the first time
 
 
 class NodePulse(Struct, frozen=True, tag=True):
-    number: int
-    workers: tuple[NodeWorker, ...]
+    workers: tuple[WorkerStatus, ...]
     host_used_bytes: int
     trouble: str | None = None  #: why workers are not up; None: they are, or start
+    num_not_kept: int = 0  #: chunks that its keeper could not keep on disk
 
 
 class HeadPulse(Struct, frozen=True, tag=True):
-    number: int  #: of the pulse that it answers
+    """The answer to each pulse of a node."""
 
 
 class WorkerOpened(Struct, frozen=True, tag=True):
@@ -115,7 +118,7 @@ class HeldChunks(Struct, frozen=True, array_like=True):
     disk: bytes
 
 
-class ChunksHeld(Struct, frozen=True, tag=True):
+class ChunkReport(Struct, frozen=True, tag=True):
     """Tells what a node has of models, for those that changed since the last message of this kind."""
 
     models: tuple[HeldChunks, ...]
@@ -127,13 +130,13 @@ class LinkSpeed(Struct, frozen=True, array_like=True):
     latency_s: float
 
 
-class LinksMeasured(Struct, frozen=True, tag=True):
+class LinkReport(Struct, frozen=True, tag=True):
     """How fast chunks have come from other nodes."""
 
     links: tuple[LinkSpeed, ...]
 
 
-class RequestsCame(Struct, frozen=True, tag=True):
+class RequestCounts(Struct, frozen=True, tag=True):
     """Requests since the last message of this kind: stores price chunks by demand."""
 
     num_by_model: dict[Digest, int]
@@ -141,6 +144,12 @@ class RequestsCame(Struct, frozen=True, tag=True):
 
 class ForgetChunks(Struct, frozen=True, tag=True):
     model: Digest
+
+
+class DropPeer(Struct, frozen=True, tag=True):
+    """End the data connections of a node that was lost or removed, and admit no more."""
+
+    node: NodeId
 
 
 class AskSources(Struct, frozen=True, tag=True):
@@ -153,19 +162,30 @@ class Source(Struct, frozen=True):
     held: HeldChunks
 
 
+class PlannedFetch(Struct, frozen=True, array_like=True):
+    """Chunks that a node is to fetch from a certain other one, which may still be receiving them itself."""
+
+    begin: int  #: the first chunk
+    end: int  #: the first chunk behind them
+    node: NodeId
+    turn: int  #: of two nodes that ask the same one, the lower goes first
+
+
 class Sources(Struct, frozen=True, tag=True):
     number: int  #: of the question
     sources: tuple[Source, ...]  #: nodes that have at least one chunk, without the one that asked
+    plan: tuple[PlannedFetch, ...] = ()  #: how to fetch the model while others do, too; in this order
 
 
 class AskTicket(Struct, frozen=True, tag=True):
     number: int
     node: NodeId  #: to connect to
+    worker: WorkerId | None = None  #: of that node; None: its store
 
 
 class TicketGranted(Struct, frozen=True, tag=True):
     number: int
-    host: str
+    host: str  #: empty: the head, whose address the node knows
     port: int
     ticket: bytes
     is_encrypted: bool
@@ -174,31 +194,25 @@ class TicketGranted(Struct, frozen=True, tag=True):
         return f"<TicketGranted number={self.number} host={self.host} port={self.port}>"
 
 
-class TicketRefused(Struct, frozen=True, tag=True):
+class QuestionRefused(Struct, frozen=True, tag=True):
     number: int
     reason: str
 
 
-FromNode = (
-    AskAuthority
-    | Join
-    | NodeHello
-    | NodePulse
-    | WorkerOpened
-    | ChunksHeld
-    | LinksMeasured
-    | AskSources
-    | AskTicket
-)
+#: Of a node's store or workers, which its agent passes on to the head under a number of its own.
+Question = AskSources | AskTicket
+Answer = Sources | TicketGranted | QuestionRefused
+
+FromNode = AskAuthority | Join | NodeHello | NodePulse | WorkerOpened | ChunkReport | LinkReport | Question
 FromHead = (
-    AuthorityIs
+    AuthorityCertificate
     | Joined
     | NodeRefused
     | NodeWelcome
     | HeadPulse
-    | RequestsCame
+    | RequestCounts
     | ForgetChunks
-    | Sources
-    | TicketGranted
-    | TicketRefused
+    | DropPeer
+    | Answer
 )
+NodeMessage = FromNode | FromHead

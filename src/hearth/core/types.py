@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from operator import attrgetter
+from pathlib import Path
 from typing import Literal, NewType
 
 from hearth.core.errors import BadSampling
@@ -21,6 +22,8 @@ NodeId = NewType("NodeId", str)  #: one life of a machine in the cluster
 
 #: The node of the head, the machine that runs the gateway.
 LOCAL = NodeId("local")
+#: The name in its certificate.
+HEAD = "head"
 
 
 def node_of(worker: WorkerId) -> NodeId:
@@ -29,14 +32,80 @@ def node_of(worker: WorkerId) -> NodeId:
     return NodeId(node) if slash else LOCAL
 
 
+def stage_socket(stages_path: Path, worker: WorkerId) -> Path:
+    """Return where a worker of this machine takes connections: `w0.1.sock` for `gpu-2/w0.1`."""
+    return stages_path / f"{worker.rpartition('/')[2]}.sock"
+
+
 def name_of(node: str) -> str:
     """Return the name of a node, without its lives: `gpu-2` for `gpu-2.1`."""
     return node.partition(".")[0]
 
 
+def pool_of(kind: str, labels: Mapping[str, str]) -> str:
+    """Return the pool of a worker: its kind of device and the labels of its node, like `cuda zone=a`."""
+    return " ".join((kind, *sorted(f"{key}={value}" for key, value in labels.items())))
+
+
+def kind_of(pool: str) -> str:
+    return pool.partition(" ")[0]
+
+
+def labels_of(pool: str) -> frozenset[str]:
+    return frozenset(pool.split()[1:])
+
+
+def server_name(node: str) -> str:
+    """Return the name in the certificate of a node, by its own name or that of one of its lives."""
+    return f"{HEAD if node == LOCAL else name_of(node)}.node.hearth"
+
+
 def where_on_nodes(digest: str) -> str:
     """Return where nodes find a model or an adapter: at each other."""
     return f"hearth://{digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive layers of a model, which one member of a pipeline runs.
+
+    The first stage has the embedding, too, and the last one the head.
+    """
+
+    layers: range
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker in a pipeline, with its layers: from `begin` up to, not including, `end`."""
+
+    worker: WorkerId
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Workers that run a model together, in the order of their layers, which are all of it."""
+
+    name: str  #: never used again
+    epoch: int  #: raised by every change of the members
+    members: tuple[Member, ...]
+    num_blocks: int  #: of KV: every member has as many, without the sink
+
+    @property
+    def described(self) -> str:
+        text = ""
+        for at, one in enumerate(self.members):
+            if at:
+                text += f", {transport_between(self.members[at - 1].worker, one.worker)}, "
+            text += f"layers {one.begin} to {one.end - 1} on {one.worker}"
+        return text
+
+
+def transport_between(one: WorkerId, other: WorkerId) -> str:
+    """Say how hidden states get from one member of a pipeline to another."""
+    return "shared memory" if node_of(one) == node_of(other) else "TLS"
 
 
 class Rung(StrEnum):

@@ -17,7 +17,7 @@ import msgspec
 
 from hearth.core.errors import ServiceError
 from hearth.core.messages import VERSION, Challenge, Fact, Order, Welcome, WorkerHello
-from hearth.core.node_messages import FromHead, FromNode
+from hearth.core.node_messages import NodeMessage
 from hearth.core.types import WorkerId
 
 T = TypeVar("T")
@@ -31,11 +31,11 @@ MAX_GREETING_BYTES = 4096
 _encoder = msgspec.msgpack.Encoder()
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 _facts: msgspec.msgpack.Decoder[Fact] = msgspec.msgpack.Decoder(Fact)
-_node_messages: msgspec.msgpack.Decoder[FromNode | FromHead] = msgspec.msgpack.Decoder(FromNode | FromHead)
+_node_messages: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMessage)
 _challenges = msgspec.msgpack.Decoder(Challenge)
 
 
-def frame(message: Challenge | Order | Fact | FromNode | FromHead) -> bytes:
+def frame(message: Challenge | Order | Fact | NodeMessage) -> bytes:
     body = _encoder.encode(message)
     return HEADER.pack(len(body)) + body
 
@@ -58,7 +58,7 @@ def fact_of(body: bytes) -> Fact:
     return _decoded(_facts, body)
 
 
-def node_message_of(body: bytes) -> FromNode | FromHead:
+def node_message_of(body: bytes) -> NodeMessage:
     return _decoded(_node_messages, body)
 
 

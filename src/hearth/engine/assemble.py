@@ -13,6 +13,7 @@ import torch
 from hearth.core.config import EngineConfig
 from hearth.core.errors import DeviceError
 from hearth.core.sizes import Buffer, StepLimits, StepSize, block_buffer, run_bytes, table_buffers
+from hearth.core.types import Stage
 from hearth.engine.engine import Engine, StepMarks
 from hearth.engine.engine_tables import EngineTables
 from hearth.engine.graph_capture import GraphCapture
@@ -20,6 +21,7 @@ from hearth.engine.graphs import StepGraphs
 from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.layer_runner import LayerRunner
+from hearth.engine.pipeline import LaterStages, PipelineRunner
 from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
 from hearth.engine.step_shape import PaddedSizes
@@ -54,6 +56,17 @@ class ModelSpec:
     limits: StepLimits
     eos_ids: frozenset[int]
     tokenizer_json: Path | None = None  #: for guided decoding; None: not supported
+    stage: Stage | None = None  #: None: the whole model
+    #: The layers that KV blocks have room for, if more than the stage's: of a member that will become whole.
+    wider_kv: range | None = None
+
+    @property
+    def layers(self) -> range:
+        return self.arch.dimensions.layers if self.stage is None else self.stage.layers
+
+    @property
+    def kv_layers(self) -> range:
+        return self.layers if self.wider_kv is None else self.wider_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +88,7 @@ def own_limits(config: EngineConfig, arch: Arch, dtype: torch.dtype, device: tor
 
 
 def workspace_bytes(spec: ModelSpec, device: torch.device) -> int:
-    return Workspace.num_bytes(spec.arch, spec.dtype, _step_size(spec.limits, device))
+    return Workspace.num_bytes(spec.arch, spec.dtype, step_size(spec.limits, device), spec.layers)
 
 
 def tables_bytes(spec: ModelSpec) -> int:
@@ -112,8 +125,9 @@ def assemble(
     device: torch.device,
     memory: Memory | None = None,
     marks: StepMarks | None = None,
+    later: LaterStages | None = None,
 ) -> Engine:
-    """Return an engine over weights that have their place on the device.
+    """Return an engine over weights that have their place on the device; `later`: the stages behind it.
 
     Given `memory` is not touched: call `Engine.add_blocks` and `Runner.fill_tables`. Without it the engine
     allocates its own, and KV takes what is left on the device.
@@ -130,20 +144,21 @@ def assemble(
     if device.type == "cuda":
         _tell_if_slow(prompt_kernel_of(spec))
     on_layer = None if marks is None else marks.layer_passed
-    runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device), on_layer)
+    runner = assemble_runner(spec, weights, config, memory, step_size(limits, device), on_layer, later)
     _tell_of_little_scratch(runner.layers.decoder.sharing_obstacle())
     if is_elastic:
         # No captures: weights may be missing (`worker/hosted_model.py`).
         book = BlockBook(limits.block_tokens, memory.floor_blocks)
     else:
         book = BlockBook.fixed(len(runner.layers.kv), limits.block_tokens)
+        runner.add_blocks(range(SINK_BLOCK + 1, len(runner.layers.kv)))
         runner.fill_tables()
         if config.graphs == "start":
             runner.capture_all()
     batch_limits = BatchLimits(
         limits.max_batch_tokens, limits.max_seqs, spec.max_context, runner.layers.sizes.mixed
     )
-    batcher = Batcher(batch_limits, book)
+    batcher = Batcher(batch_limits, book, None if later is None else later.num_flights)
     vocab_size = spec.arch.vocab_size
     guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
     allowance = PromptAllowance(config.max_step, is_slow=device.type == "cpu")
@@ -157,10 +172,11 @@ def assemble_runner(
     memory: Memory,
     size: StepSize,
     on_layer: Callable[[], None] | None = None,
+    later: LaterStages | None = None,
 ) -> Runner:
     arch, dtype, device, limits = spec.arch, spec.dtype, memory.workspace.device, spec.limits
     tables = EngineTables(arch, limits, spec.max_context, memory.sink, memory.tables)
-    bind_workspace = partial(Workspace.bind, arch, dtype, size, counters=tables.counters)
+    bind_workspace = partial(Workspace.bind, arch, dtype, size, counters=tables.counters, layers=spec.layers)
     workspace = bind_workspace(memory.workspace)
     uploads = Uploads(device)
     sampler = Sampler(tables.sampler, arch.vocab_size, uploads)
@@ -174,14 +190,18 @@ def assemble_runner(
         lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows, limits.block_tokens),
     )
     kv = _bind_kv(spec, memory.kv)
-    decoder = Decoder(arch, weights, workspace, tables.cos_sin, on_layer=on_layer)
-    sizes = _padded_sizes(limits, device)
+    decoder = Decoder(arch, weights, workspace, tables.cos_sin, spec.layers, on_layer)
+    sizes = _padded_sizes(limits, device, has_tail=decoder.is_last)
     is_captured = device.type == "cuda" and sizes.decode and config.graphs != "off"
     if is_captured and (obstacle := capture_obstacle(torch.__version__)) is not None:
         log.warning("fallback graphs=off reason=`%s` remedy=`pip install hearth-inference[gpu]`", obstacle)
         is_captured = False
     graphs = StepGraphs(GraphCapture()) if is_captured else None
-    layers = LayerRunner(decoder, kv, inputs, sizes, graphs, sampler.take_best, bind_workspace)
+    layers = LayerRunner(
+        decoder, kv, spec.kv_layers, inputs, sizes, graphs, sampler.take_best, bind_workspace
+    )
+    if later is not None:
+        return PipelineRunner(layers, sampler, uploads, tables, later)
     return Runner(layers, sampler, uploads, tables)
 
 
@@ -194,20 +214,20 @@ def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> to
         ) from error
 
 
-def _padded_sizes(limits: StepLimits, device: torch.device) -> PaddedSizes:
+def _padded_sizes(limits: StepLimits, device: torch.device, *, has_tail: bool) -> PaddedSizes:
     """Return the sizes that steps are padded to, captured or not, so that both compute the same bits."""
     if device.type == "cpu":
-        return PaddedSizes()
+        return PaddedSizes(has_tail=has_tail)
     if not HAS_TRITON:
         log.warning(
             "fallback kernels=torch graphs=off reason=triton_missing "
             "remedy=`pip install hearth-inference[gpu]`"
         )
-        return PaddedSizes()
-    return PaddedSizes.of(limits)
+        return PaddedSizes(has_tail=has_tail)
+    return PaddedSizes.of(limits, has_tail=has_tail)
 
 
-def _step_size(limits: StepLimits, device: torch.device) -> StepSize:
+def step_size(limits: StepLimits, device: torch.device) -> StepSize:
     if device.type != "cuda":
         return StepSize.of(limits, device.type)
     num_processors: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -244,8 +264,7 @@ def _bind_kv(spec: ModelSpec, base: torch.Tensor) -> torch.Tensor:
 
 
 def _block(spec: ModelSpec) -> Buffer:
-    sizes = spec.arch.dimensions
-    return block_buffer(sizes, sizes.layers, name_of(spec.dtype), spec.limits.block_tokens)
+    return block_buffer(spec.arch.dimensions, spec.kv_layers, name_of(spec.dtype), spec.limits.block_tokens)
 
 
 def _spare_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,7 +19,7 @@ from hearth.core.types import (
 )
 from hearth.engine.guide import Guides
 from hearth.engine.intake import Intake
-from hearth.engine.pending_step import PendingStep, StepResult
+from hearth.engine.pending_step import StepInFlight, StepResult
 from hearth.engine.prompt_reader import ReadingPieces
 from hearth.engine.runner import Runner
 from hearth.engine.step_times import StepSamples, StepTimer
@@ -92,7 +94,7 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
     plan: StepPlan
-    pending: PendingStep
+    pending: StepInFlight
     timer: StepTimer | None  #: None: its time is not typical
 
 
@@ -154,7 +156,7 @@ class Engine:
         self.elastic = Elastic(batcher.blocks.block_tokens)
         self.intake = Intake(batcher.request_limits, guides, vocab_size, eos_ids)
         self.request = self.intake.request
-        self._flight: _LaunchedStep | None = None
+        self._flights: deque[_LaunchedStep] = deque()  #: oldest first
         self._unmeasured: _LaunchedStep | None = None  #: committed, but its time is not recorded yet
         self.allowance = allowance
         #: If set, the caller sends tokens first and then calls `settle`.
@@ -173,13 +175,13 @@ class Engine:
 
     @property
     def is_computing(self) -> bool:
-        return self._flight is not None
+        return bool(self._flights)
 
     @property
     def computes_first_tokens(self) -> bool:
         """True if every prompt of a newcomer is launched, and the device is still computing."""
-        flight = self._flight
-        return flight is not None and not flight.pending.is_done and self.batcher.newcomers_are_planned
+        flights = self._flights
+        return bool(flights) and not flights[-1].pending.is_done and self.batcher.newcomers_are_planned
 
     @property
     def usage(self) -> Usage:
@@ -222,8 +224,8 @@ class Engine:
         if adapter is not None:
             self._adapter_by_user[request.request_id] = adapter
         if is_read:
-            flight = self._flight
-            self.reading.expect(request.request_id, 0 if flight is None else flight.plan.step_id + 1)
+            flights = self._flights
+            self.reading.expect(request.request_id, flights[-1].plan.step_id + 1 if flights else 0)
 
     def cancel(self, request_id: RequestId) -> bool:
         self._forget(request_id)
@@ -234,6 +236,7 @@ class Engine:
         assert 0 <= extent.start < extent.stop <= num_blocks, f"{extent=} of {num_blocks=}"
         assert self.runner.layers.inputs.sink not in extent, f"the sink among blocks: {extent=}"
         self.batcher.kv.add(extent)
+        self.runner.add_blocks(extent)
 
     def clear(self, extent: range, *, may_move: bool, may_preempt: bool, keeps_floor: bool = True) -> bool:
         """Stop using blocks in later steps; False: that is impossible, and nothing changed.
@@ -247,40 +250,65 @@ class Engine:
         if moves is None:
             return False
         self.runner.copy_blocks(moves)
+        self.runner.remove_blocks(extent)
         return True
 
     def step(self) -> StepOutcome:
-        """Launch the next step, then wait for the one before it and commit its tokens.
+        """Launch the next step, then wait for the oldest one and commit its tokens, if that is another.
 
-        Launches nothing if there is work but an elastic KV has fewer blocks than it was promised.
+        Launches nothing if there is work but an elastic KV has fewer blocks than it was promised. Does not
+        wait for other devices: if they compute all steps that there can be, nothing happens.
         """
         self._measure()
-        num_waiting_tokens = self.batcher.waiting_prompt_tokens()
-        plan = self.batcher.plan(
-            self.allowance.num_tokens(num_waiting_tokens), self.allowance.num_lone_tokens
-        )
-        launched = None if plan is None else self._launch(plan)
-        previous, self._flight = self._flight, launched
+        flights = self._flights
+        launched = self._launch_next() if len(flights) < self.batcher.max_in_flight else None
+        is_full = launched is None or len(flights) == self.batcher.max_in_flight
+        previous = flights.popleft() if flights and is_full and flights[0].pending.may_wait else None
         blocks = self.batcher.blocks
-        assert launched or previous or not self.has_work or blocks.num_blocks < blocks.floor_blocks, (
-            f"there is work, but nothing to compute and to wait for: {self.usage}"
-        )
+        assert (
+            launched or previous or flights or not self.has_work or blocks.num_blocks < blocks.floor_blocks
+        ), f"there is work, but nothing to compute and to wait for: {self.usage}"
         outcome = self._take_in(previous, launched)
         if launched is None or not self.has_work:
             self.runner.settle()  # no step may follow, and a trial uses the model's memory
         return outcome
 
-    def flush(self) -> StepOutcome:
-        """Commit the step in flight, if there is one, and launch none.
+    def _launch_next(self) -> _LaunchedStep | None:
+        num_waiting_tokens = self.batcher.waiting_prompt_tokens()
+        plan = self.batcher.plan(
+            self.allowance.num_tokens(num_waiting_tokens), self.allowance.num_lone_tokens
+        )
+        if plan is None:
+            return None
+        launched = self._launch(plan)
+        self._flights.append(launched)
+        return launched
 
-        The device reads nothing of the model afterwards. Requests stay: the next `step` goes on with them.
+    def flush(self) -> StepOutcome:
+        """Commit the oldest step in flight, if there is one, and launch none.
+
+        When none is left, the device reads nothing of the model. Requests stay: the next `step` goes on with
+        them.
         """
         self._measure()
-        previous, self._flight = self._flight, None
+        previous = self._flights.popleft() if self._flights else None
         outcome = self._take_in(previous, launched=None)
         self.settle()
         self.runner.settle()
         return outcome
+
+    @contextmanager
+    def marked(self, request_ids: Sequence[RequestId]) -> Iterator[None]:
+        """Mark a step that comes from another stage. Only on a CPU: elsewhere its end is not known here."""
+        if self.runner.layers.kv.is_cuda:
+            yield
+            return
+        self._marks.begun(request_ids)
+        try:
+            yield
+        finally:
+            self._marks.launched()
+        self._marks.done()
 
     def settle(self) -> None:
         """Finish the books of KV: the caller's duty after each step if `settles_later`."""
@@ -293,7 +321,7 @@ class Engine:
             self._unmeasured = previous
             if previous.pending.is_computed:
                 self._measure()
-            else:
+            elif previous.pending.end is not None:
                 self._marks.done()
             committed = self.batcher.take_tokens(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(previous.plan, committed, result)
@@ -317,7 +345,8 @@ class Engine:
 
     def close(self) -> None:
         """Wait for the device, so that memory can be freed. No other call may follow."""
-        self._flight = self._unmeasured = None
+        self._flights.clear()
+        self._unmeasured = None
         self.runner.close()  # also for a step that failed half-way: its inputs are still being read
         self._marks.closed()
         self.settle()  # last: wrong books must not skip the wait for the device
@@ -332,7 +361,7 @@ class Engine:
             pending = self.runner.launch(plan)
         finally:
             self._marks.launched()
-        if pending.is_computed:
+        if pending.end is None:  # else the device is still computing its part
             self._marks.done()
         if timer is not None:
             timer.stop(pending.end)

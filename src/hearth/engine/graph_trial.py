@@ -6,7 +6,9 @@ step leaves this for the next one:
     tokens     Each slot's last sample is an input as well as an output. The graphs get the tokens from
                before the step, and the step's own are restored afterwards.
     KV         Written again to the same places. Where it is compared, the step's own is overwritten first,
-               to detect a graph that writes nothing. The same holds for logits and choices.
+               to detect a graph that writes nothing. The same holds for logits and choices, or for the
+               hidden states that layers elsewhere take.
+    hidden     Of layers elsewhere, which the step overwrites: the graphs get them again.
 
 Everything else that a step writes (workspace, attention counters, scratch) is meaningless afterwards, or left
 as it was found. So a step may run any number of times: if the graphs computed something else, it runs again
@@ -16,6 +18,7 @@ eagerly. No later step has used their result, provided that `end` is called befo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -28,6 +31,19 @@ from hearth.kernels.paged import PagedRows
 
 #: Rows that are compared, spread over the step: all rows would need as much memory as the step's KV.
 MAX_TRIED_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TriedPart:
+    outputs: Sequence[torch.Tensor]  #: of equally many rows: logits and choices, or hidden states
+    hidden: torch.Tensor | None = None  #: that layers elsewhere have left for the step; None: it has them all
+
+    @staticmethod
+    def of(layers: LayerRunner, sampler: Sampler, num_rows: int, num_tokens: int) -> TriedPart:
+        decoder = layers.decoder
+        hidden = decoder.hidden(num_tokens)
+        outputs = [decoder.logits[:num_rows], sampler.chosen[:num_rows]] if decoder.is_last else [hidden]
+        return TriedPart(outputs, None if decoder.is_first else hidden)
 
 
 class GraphTrial:
@@ -57,14 +73,15 @@ class GraphTrial:
         self._event: torch.cuda.Event | None = None
         self._refusal: DeviceError | None = None
 
-    def begin(self, rows: PagedRows, num_tokens: int, logits: torch.Tensor) -> None:
-        """Save what the step overwrites. `rows` are in place; `logits` are those of the plan's rows."""
-        at = _spread(num_tokens, logits.device)
+    def begin(self, rows: PagedRows, num_tokens: int, part: TriedPart) -> None:
+        """Save what the step overwrites. `rows`, and hidden states that it takes, are in place."""
+        at = _spread(num_tokens, self._kv.device)
         own = PagedRows(rows.positions[at], rows.slots[at], rows.block_table)
         targets = own.kv_targets(self._kv.shape[3])
         self._at = (targets.blocks, slice(None), slice(None), targets.offsets)
-        self._rows, self._logits = _spread(len(logits), logits.device), logits
+        self._part, self._rows = part, _spread(len(part.outputs[0]), self._kv.device)
         self._tokens_before = self._sampler.tokens.clone()
+        self._hidden_before = None if part.hidden is None else part.hidden.clone()
 
     def step_done(self) -> None:
         self._expected = self._computed()
@@ -72,10 +89,10 @@ class GraphTrial:
     def replay(self) -> None:
         """Queue the graphs and the comparison, after everything that the step queued."""
         self._tokens = self._sampler.tokens.clone()
-        self._sampler.tokens.copy_(self._tokens_before)
         self._kv[self._at] = torch.full_like(self._expected[-1], torch.nan)
-        self._logits.fill_(torch.nan)
-        self._sampler.chosen.fill_(-1)
+        for output in self._part.outputs:
+            output.fill_(torch.nan if output.is_floating_point() else -1)
+        self._restore_inputs()
         try:
             for graph in self._graphs:
                 graph.replay()
@@ -97,16 +114,20 @@ class GraphTrial:
         num_wrong = int(self._num_wrong)
         if self._refusal is None and not num_wrong:
             return None
-        self._sampler.tokens.copy_(self._tokens_before)
+        self._restore_inputs()
         self._step()
         self._sampler.tokens.copy_(self._tokens)
         if self._refusal is not None:
             return str(self._refusal)
         return f"{num_wrong} numbers differ from those of the same step without graphs"
 
+    def _restore_inputs(self) -> None:
+        self._sampler.tokens.copy_(self._tokens_before)
+        if self._part.hidden is not None and self._hidden_before is not None:
+            self._part.hidden.copy_(self._hidden_before)
+
     def _computed(self) -> tuple[torch.Tensor, ...]:
-        chosen = self._sampler.chosen[: len(self._logits)]
-        return self._logits[self._rows], chosen[self._rows], self._kv[self._at]
+        return *(output[self._rows] for output in self._part.outputs), self._kv[self._at]
 
 
 @torch.inference_mode()
@@ -116,13 +137,14 @@ def rehearse_trial(layers: LayerRunner, sampler: Sampler, capturer: Capturer) ->
         return
     size = next((size for size in layers.sizes.decode if size >= MAX_TRIED_ROWS), layers.sizes.decode[-1])
     shape, decoder = StepShape.decode(size), layers.decoder
-    trial = GraphTrial((), lambda: None, sampler, layers.kv, is_rehearsed=True)
+    trial = GraphTrial((), lambda: None, sampler, layers.stage_kv, is_rehearsed=True)
 
     def work() -> None:
-        trial.begin(layers.inputs.view(None, shape).rows, size, decoder.logits[:size])
+        trial.begin(layers.inputs.view(None, shape).rows, size, TriedPart.of(layers, sampler, size, size))
         trial.step_done()
         trial.replay()
-        decoder.wide_logits[:size].copy_(decoder.logits[:size])
+        if decoder.is_last:
+            decoder.wide_logits[:size].copy_(decoder.logits[:size])
 
     capturer.capture(work)
 

@@ -126,7 +126,8 @@ class InputBuffers:
         slots[filled] = int32s([row.slot for row in prompts]).repeat(lengths)
         offsets = (starts + lengths - ends).astype(np.int32).repeat(lengths)
         np.add(self._counting[:num_tokens], offsets, out=positions[filled])
-        tokens[filled] = _words_of(prompts)
+        if len(words := _words_of(prompts)):  # else other layers have embedded them
+            tokens[filled] = words
         # Also for rows that do not sample: their logits show whether their KV is finite.
         logit_rows, sample_slots = packed[parts.logit_rows], packed[parts.sample_slots]
         sample_positions = packed[parts.sample_positions]

@@ -26,18 +26,23 @@ class LayerRunner:
         self,
         decoder: Decoder,
         kv: torch.Tensor,
+        kv_layers: range,
         inputs: InputBuffers,
         sizes: PaddedSizes,
         graphs: StepGraphs | None,
         take_logits: Callable[[torch.Tensor, torch.Tensor], None],
         bind_workspace: Callable[[torch.Tensor], Workspace],
     ) -> None:
-        """Take `kv` as in `Decoder.body`. Only blocks named by a plan, and the sink, are touched.
+        """Take `kv` as in `Decoder.body`, of `kv_layers`, which include the decoder's layers.
+
+        Only blocks named by a plan, and the sink, are touched.
 
         `sizes`: what steps are padded to. `graphs` None: all steps run eagerly. `take_logits(logits, slots)`
         ends a step and is captured with it. `bind_workspace` makes a workspace of memory (uint8).
         """
         self.decoder, self.kv, self.inputs = decoder, kv, inputs
+        begin = decoder.layers.start - kv_layers.start
+        self.stage_kv = kv[:, begin : begin + len(decoder.layers)]
         self.sizes, self.graphs = sizes, graphs
         self.gate: WeightGate | None = None  #: None: all weights have arrived
         self._take_logits, self._bind_workspace = take_logits, bind_workspace
@@ -83,7 +88,7 @@ class LayerRunner:
             self.run_part(key.part, shape, plan)
 
     def run_part(self, part: StepPart, shape: StepShape, plan: StepPlan | None) -> None:
-        self._queue(part, shape, plan, self.decoder, self.kv, self.gate)
+        self._queue(part, shape, plan, self.decoder, self.stage_kv, self.gate)
 
     def _queue(
         self,
@@ -96,11 +101,16 @@ class LayerRunner:
     ) -> None:
         step = self.inputs.view(plan, shape)
         if part is not StepPart.TAIL:
-            self.inputs.gather_tokens(shape)
-            if gate is not None:
-                gate.embed()
-            decoder.body(decoder.embed(step), step, kv, gate)
-        if part is not StepPart.MIXED:
+            hidden = decoder.hidden(shape.num_rows)
+            if decoder.is_first:
+                self.inputs.gather_tokens(shape)
+                if gate is not None:
+                    gate.embed()
+                hidden = decoder.embed(step)
+            decoder.body(hidden, step, kv, gate)
+        if not shape.has_tail:
+            decoder.pass_on(step)
+        elif part is not StepPart.MIXED:
             self._take_logits(decoder.tail(step, gate), self.inputs.sample_slots(shape))
 
     # Captures. These run nothing on the device; any one thread may call them while steps run.
@@ -110,7 +120,7 @@ class LayerRunner:
         if self.graphs is None:
             return
         for key in shape.keys:
-            work = partial(self._queue, key.part, shape, None, self.decoder, self.kv, None)
+            work = partial(self._queue, key.part, shape, None, self.decoder, self.stage_kv, None)
             self.graphs.capture_ahead(key, work)
 
     @torch.inference_mode()
@@ -131,7 +141,7 @@ class LayerRunner:
         # A decoder of its own: its layers must not count as progress of a step.
         decoder = self.decoder.first_layers(len(self.decoder.layers), on_layer=give_way)
         for key in shape.keys:
-            work = partial(self._queue, key.part, shape, None, decoder, self.kv, None)
+            work = partial(self._queue, key.part, shape, None, decoder, self.stage_kv, None)
             self.graphs.capture_substitute(key, work, new_capturer(), get_behind)
 
     @torch.inference_mode()
@@ -144,5 +154,5 @@ class LayerRunner:
         if not found:
             return None
         (key, shape), decoder = found[0], self.decoder.first_layers(_REHEARSED_LAYERS, on_layer=give_way)
-        kv = self.kv[:, : len(decoder.layers)]
+        kv = self.stage_kv[:, : len(decoder.layers)]
         return capturer.capture(partial(self._queue, key.part, shape, None, decoder, kv, None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,28 @@ class StepResult:
     reads: Mapping[int, RowRead] = field(default_factory=dict)  #: by row index of the plan
 
 
+class StepInFlight(Protocol):
+    @property
+    def end(self) -> torch.cuda.Event | None:
+        """Recorded behind the part of the step on this device; None: on a CPU."""
+
+    @property
+    def is_computed(self) -> bool:
+        """True if nothing is left to wait for since it was launched."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def may_wait(self) -> bool:
+        """False while other workers compute the step: waiting would block other models on this one."""
+
+    def wait(self) -> StepResult: ...
+
+
 class PendingStep:
+    """A step whose tokens are sampled on this device."""
+
     def __init__(
         self, samples: Samples, num_samples: int, host: torch.Tensor, reads: StepReads | None = None
     ) -> None:
@@ -36,11 +58,7 @@ class PendingStep:
         )
         self._num_logprobs = samples.num_logprobs
         self._reads = None if reads is None else _reads_to_host(reads)
-        #: Recorded behind the step; None: on a CPU.
-        self.end: torch.cuda.Event | None = None
-        if samples.chosen.is_cuda:
-            self.end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # untyped
-            self.end.record()
+        self.end = _end_of(samples.chosen)
 
     @property
     def is_computed(self) -> bool:
@@ -49,6 +67,10 @@ class PendingStep:
     @property
     def is_done(self) -> bool:
         return self.end is None or bool(self.end.query())  # type: ignore[no-untyped-call] # untyped
+
+    @property
+    def may_wait(self) -> bool:
+        return True
 
     def wait(self) -> StepResult:
         if self.end is not None:
@@ -70,6 +92,27 @@ class PendingStep:
             None if num is None else TokenLogprobs(own, tuple(map(TokenLogprob, ids[:num], best[:num])))
             for num, own, ids, best in rows
         ]
+
+
+class PendingCopy:
+    """The output of a stage, on its way to where the next stage finds it."""
+
+    def __init__(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        self.out = out.copy_(hidden, non_blocking=True)
+        self.end = _end_of(hidden)
+
+    def wait(self) -> torch.Tensor:
+        if self.end is not None:
+            self.end.synchronize()
+        return self.out
+
+
+def _end_of(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    if not tensor.is_cuda:
+        return None
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # untyped
+    end.record()
+    return end
 
 
 def host_like(tensor: torch.Tensor) -> torch.Tensor:

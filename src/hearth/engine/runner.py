@@ -10,11 +10,11 @@ import torch
 from hearth.core.types import AdapterId, SamplingTable
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.engine_tables import EngineTables
-from hearth.engine.graph_trial import GraphTrial
+from hearth.engine.graph_trial import GraphTrial, TriedPart
 from hearth.engine.layer_runner import LayerRunner
-from hearth.engine.pending_step import PendingStep, host_like
+from hearth.engine.pending_step import PendingCopy, PendingStep, StepInFlight, host_like
 from hearth.engine.prompt_reader import PromptReader, StepReads
-from hearth.engine.sampler import Sampler, Samples
+from hearth.engine.sampler import Sampler, SampleRows, Samples
 from hearth.engine.step_shape import StepShape
 from hearth.engine.upload import Uploads
 from hearth.models.adapter import AdapterLayout
@@ -35,6 +35,8 @@ class Runner:
         self._trial: GraphTrial | None = None  #: of restored graphs; the device may still be computing it
         #: Recorded behind everything queued so far; None: unknown, as something else followed the last step.
         self._end: torch.cuda.Event | None = None
+        #: Of the last two steps. Host memory of inputs is written again two steps later.
+        self._step_ends: tuple[torch.cuda.Event | None, torch.cuda.Event | None] = (None, None)
         self._reader = PromptReader(layers.decoder, uploads)
         self.adapters = AdapterTable(layers.decoder.arch.dimensions, layers.kv.dtype, uploads)
         #: Where sampled tokens arrive. Two, since a step is launched before the previous one is waited for.
@@ -50,11 +52,47 @@ class Runner:
     # Steps.
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> StepInFlight:
+        """Queue a step of layers that include the last. `hidden`: as in `launch_stage`."""
+        self._begin()
+        self.sampler.admit(plan.admissions)
+        rows, trial, reads = self._run_layers(plan, hidden)
+        decoder = self.layers.decoder
+        samples = self.sampler.sample(decoder.logits[: plan.num_rows], rows, decoder.wide_logits)
+        self._hosts.reverse()
+        pending = PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows], reads)
+        self._finish(trial, pending.end)
+        return pending
+
+    @torch.inference_mode()
+    def launch_stage(self, plan: StepPlan, hidden: torch.Tensor | None, out: torch.Tensor) -> PendingCopy:
+        """Queue a step of layers that others follow, and the copy of its hidden states to `out`.
+
+        `hidden`: the output of the layers before, [plan.num_tokens, hidden size]; None: there are none.
+        """
+        self._begin()
+        _, trial, _ = self._run_layers(plan, hidden)
+        pending = PendingCopy(self.layers.decoder.hidden(plan.num_tokens), out)
+        self._finish(trial, pending.end)
+        return pending
+
+    @torch.inference_mode()
+    def set_last_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Note what slots have sampled elsewhere, behind all launched steps."""
+        self._end = None
+        device_slots, device_tokens = self._uploads.ints(slots, tokens)
+        self.sampler.tokens.index_copy_(0, device_slots, device_tokens)
+
+    def _begin(self) -> None:
+        if (before_last := self._step_ends[0]) is not None:
+            before_last.synchronize()  # where steps follow each other through stages, it may still run
         self._end = None
         self.settle()
         self._uploads.next_step()
-        self.sampler.admit(plan.admissions)
+
+    def _run_layers(
+        self, plan: StepPlan, hidden: torch.Tensor | None
+    ) -> tuple[SampleRows, GraphTrial | None, StepReads | None]:
         layers = self.layers
         shape = layers.sizes.shape_of(plan)
         # An open gate stays for a step without graphs, which then runs eagerly: the first step after a load
@@ -64,22 +102,23 @@ class Runner:
         rows = layers.inputs.fill(plan, shape)
         if shape.has_adapters:
             layers.inputs.adapters.fill(plan, shape, self.adapters)
+        if hidden is not None:
+            layers.decoder.hidden(plan.num_tokens).copy_(hidden, non_blocking=True)
         trial = self._begin_trial(shape, plan)
         layers.run(shape, plan)
-        reads = self._read(shape, plan) if plan.has_readings else None
+        reads = self._read(shape, plan) if plan.has_readings and shape.has_tail else None
         if trial is not None:
             trial.step_done()
-        decoder = layers.decoder
-        samples = self.sampler.sample(decoder.logits[: plan.num_rows], rows, decoder.wide_logits)
-        self._hosts.reverse()
-        pending = PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows], reads)
+        return rows, trial, reads
+
+    def _finish(self, trial: GraphTrial | None, end: torch.cuda.Event | None) -> None:
         if trial is not None:
             trial.replay()
             self._trial = trial
         else:
-            self._end = pending.end
-        layers.drop_open_gate()
-        return pending
+            self._end = end
+        self._step_ends = (self._step_ends[1], end)
+        self.layers.drop_open_gate()
 
     def _begin_trial(self, shape: StepShape, plan: StepPlan) -> GraphTrial | None:
         layers = self.layers
@@ -89,9 +128,9 @@ class Runner:
         graphs = layers.graphs.begin_trial(shape.keys)
         if graphs is None:
             return None
-        trial = GraphTrial(graphs, partial(self._run_again, shape, plan), self.sampler, layers.kv)
-        rows, logits = layers.inputs.view(plan, shape).rows, layers.decoder.logits[: plan.num_rows]
-        trial.begin(rows, plan.num_tokens, logits)
+        trial = GraphTrial(graphs, partial(self._run_again, shape, plan), self.sampler, layers.stage_kv)
+        part = TriedPart.of(layers, self.sampler, plan.num_rows, plan.num_tokens)
+        trial.begin(layers.inputs.view(plan, shape).rows, plan.num_tokens, part)
         return trial
 
     @torch.inference_mode()
@@ -175,6 +214,12 @@ class Runner:
     def remove_adapter(self, adapter: AdapterId) -> None:
         self.adapters.unbind(adapter)
         self.layers.inputs.adapters.forget()
+
+    def add_blocks(self, extent: range) -> None:
+        """Note that later steps may use these blocks."""
+
+    def remove_blocks(self, extent: range) -> None:
+        """Note that no later step uses these blocks."""
 
     @torch.inference_mode()
     def copy_blocks(self, moves: Sequence[BlockMove]) -> None:

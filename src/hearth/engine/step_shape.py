@@ -12,7 +12,8 @@ from hearth.policy.batch.plan import StepPlan
 
 class StepPart(Enum):
     DECODE = "decode"  #: a whole step without prompts, by its rows
-    MIXED = "mixed"  #: a step with prompts, up to its last attention, by its tokens
+    #: A step with prompts, by its tokens: up to the last attention, or all layers if there is no tail.
+    MIXED = "mixed"
     TAIL = "tail"  #: the rest of such a step, by its rows of logits
 
 
@@ -33,6 +34,7 @@ class StepShape:
     num_rows: int  #: a token each
     num_logits: int  #: rows with logits; without prompts, every row
     has_adapters: bool = False  #: which rows have one is read on the device
+    has_tail: bool = True  #: False: other layers follow elsewhere
     #: Its parts, in the order in which they run.
     keys: tuple[GraphKey, ...] = field(init=False, compare=False, repr=False)
 
@@ -43,11 +45,11 @@ class StepShape:
                 GraphKey(StepPart.MIXED, self.num_rows, self.has_adapters),
                 GraphKey(StepPart.TAIL, self.num_logits, self.has_adapters),
             ]
-        object.__setattr__(self, "keys", tuple(keys))
+        object.__setattr__(self, "keys", tuple(keys if self.has_tail else keys[:1]))
 
     @staticmethod
-    def decode(num_rows: int, *, has_adapters: bool = False) -> StepShape:
-        return StepShape(False, num_rows, num_rows, has_adapters)
+    def decode(num_rows: int, *, has_adapters: bool = False, has_tail: bool = True) -> StepShape:
+        return StepShape(False, num_rows, num_rows, has_adapters, has_tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,11 @@ class PaddedSizes:
     decode: tuple[int, ...] = ()  #: rows of steps without prompts
     mixed: tuple[int, ...] = ()  #: rows of steps with prompts
     samples: tuple[int, ...] = ()  #: rows of logits of these
+    has_tail: bool = True  #: as in `StepShape`
 
     @staticmethod
-    def of(limits: StepLimits) -> PaddedSizes:
-        return PaddedSizes(decode_sizes(limits), mixed_sizes(limits), sample_sizes(limits))
+    def of(limits: StepLimits, *, has_tail: bool = True) -> PaddedSizes:
+        return PaddedSizes(decode_sizes(limits), mixed_sizes(limits), sample_sizes(limits), has_tail)
 
     def all_names(self, *, has_adapters: bool = False) -> set[str]:
         return {key.name for shape in self.all_shapes(has_adapters=has_adapters) for key in shape.keys}
@@ -68,11 +71,14 @@ class PaddedSizes:
     def all_shapes(self, *, has_adapters: bool = False) -> list[StepShape]:
         """Return shapes that together have every key, largest first."""
         decode, mixed, samples = (sizes[::-1] for sizes in (self.decode, self.mixed, self.samples))
-        return [
-            *(StepShape.decode(size, has_adapters=has_adapters) for size in decode),
-            *(StepShape(True, size, samples[-1], has_adapters) for size in mixed),
-            *(StepShape(True, mixed[-1], size, has_adapters) for size in samples[:-1]),
+        kind = (has_adapters, self.has_tail)
+        shapes = [
+            *(StepShape(False, size, size, *kind) for size in decode),
+            *(StepShape(True, size, samples[-1], *kind) for size in mixed),
         ]
+        if self.has_tail:
+            shapes += (StepShape(True, mixed[-1], size, *kind) for size in samples[:-1])
+        return shapes
 
     def first_shapes(self, num_requests: int, num_tokens: int, num_decoding: int) -> list[StepShape]:
         """Return the shapes of the first two steps of requests with so many prompt tokens in all.
@@ -85,9 +91,11 @@ class PaddedSizes:
             return shapes
         if 0 < num_tokens <= self.mixed[-1] and num_requests <= self.samples[-1]:
             num_logits = padded_size(self.samples, num_requests)
-            shapes.append(StepShape(True, padded_size(self.mixed, num_tokens), num_logits))
+            num_rows = padded_size(self.mixed, num_tokens)
+            shapes.append(StepShape(True, num_rows, num_logits, has_tail=self.has_tail))
         if 0 < num_decoding <= self.decode[-1]:
-            shapes.append(StepShape.decode(padded_size(self.decode, num_decoding)))
+            num_rows = padded_size(self.decode, num_decoding)
+            shapes.append(StepShape.decode(num_rows, has_tail=self.has_tail))
         return shapes
 
     def shape_of(self, plan: StepPlan) -> StepShape:
@@ -96,9 +104,11 @@ class PaddedSizes:
             num_rows = num_logits = padded_size(self.decode, num_rows) if self.decode else num_rows
         elif self.decode:
             num_rows, num_logits = padded_size(self.mixed, num_rows), padded_size(self.samples, num_logits)
-        return _shape(has_prompts, num_rows, num_logits, plan.has_adapters)
+        return _shape(has_prompts, num_rows, num_logits, plan.has_adapters, self.has_tail)
 
 
 @lru_cache(maxsize=1024)
-def _shape(has_prompts: bool, num_rows: int, num_logits: int, has_adapters: bool) -> StepShape:
-    return StepShape(has_prompts, num_rows, num_logits, has_adapters)
+def _shape(
+    has_prompts: bool, num_rows: int, num_logits: int, has_adapters: bool, has_tail: bool
+) -> StepShape:
+    return StepShape(has_prompts, num_rows, num_logits, has_adapters, has_tail)

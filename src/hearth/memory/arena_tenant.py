@@ -91,7 +91,7 @@ class ArenaTenant:
         return Holding(
             model=self.model,
             weights_bytes=sum(regions.span_of(owner).num_bytes for owner in tensors),
-            total_bytes=self.shape.served.num_bytes,
+            total_bytes=self.shape.served.own_bytes,
             stored_bytes=sum(aligned(self.shape.stored.tensors[owner.index].nbytes) for owner in tensors),
             shared_bytes=0,
             kv_bytes=self.num_blocks * self.shape.block_bytes,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -12,7 +13,7 @@ from hearth.core.types import ModelId, SamplingTable
 from hearth.memory.pages import Pages
 from hearth.memory.pool import Gap, Shape, Space
 from hearth.memory.spaces import SpaceAddresses
-from hearth.models.layout import ByteRange
+from hearth.models.layout import ByteRange, Layout
 from hearth.policy.memory.kv_range import KvRange
 
 
@@ -24,6 +25,7 @@ class MappedTenant:
     shape: Shape
     at: SpaceAddresses
     weights: torch.Tensor
+    wanted: Sequence[int]  #: pages of the weights that it needs, by index, ascending; a range if it can be
     #: Pages of the weights by index, loaded and being loaded. Disjoint.
     resident: set[int] = field(default_factory=set)
     loading: set[int] = field(default_factory=set)
@@ -52,18 +54,19 @@ class MappedTenant:
         return None if num_left is None else range(self.kv.num_blocks(num_left), self.num_kv_blocks)
 
     @property
-    def num_weights_pages(self) -> int:
-        return num_pages(self.shape.stored.num_bytes, self.page_bytes)
-
-    @property
     def resident_bytes(self) -> int:
         """Stored bytes of the weights that have pages; the last page counts as full unless all are there."""
         num_pages_had = len(self.resident) + len(self.loading)
-        return min(num_pages_had * self.page_bytes, self.shape.stored.num_bytes)
+        return min(num_pages_had * self.page_bytes, self.stored_bytes(self.wanted))
+
+    @property
+    def last_page(self) -> int:
+        """The last page of the whole model."""
+        return num_pages(self.shape.stored.num_bytes, self.page_bytes) - 1
 
     @property
     def last_stored_bytes(self) -> int:
-        return self.shape.stored.num_bytes - (self.num_weights_pages - 1) * self.page_bytes
+        return self.shape.stored.num_bytes - self.last_page * self.page_bytes
 
     def is_of(self, shape: Shape) -> bool:
         return (self.shape.digest, self.shape.slot) == (shape.digest, shape.slot)
@@ -91,7 +94,7 @@ class MappedTenant:
 
     def stored_bytes(self, indices: Collection[int]) -> int:
         lost_bytes = self.page_bytes - self.last_stored_bytes
-        has_last = self.num_weights_pages - 1 in indices
+        has_last = self.last_page in indices
         return len(indices) * self.page_bytes - (lost_bytes if has_last else 0)
 
     def gaps(self) -> tuple[Gap, ...]:
@@ -111,6 +114,16 @@ def runs_of(indices: Iterable[int]) -> list[range]:
         else:
             runs.append(range(index, index + 1))
     return runs
+
+
+def pages_of(layout: Layout, page_bytes: int) -> Sequence[int]:
+    """Return the pages that hold tensors of the layout, ascending; a range if nothing lies between."""
+    if not layout.is_part:
+        return range(num_pages(layout.num_bytes, page_bytes))
+    spans = (range(spec.offset // page_bytes, num_pages(spec.end, page_bytes)) for spec in layout.tensors)
+    pages = sorted(set(chain.from_iterable(spans)))
+    runs = runs_of(pages)
+    return runs[0] if len(runs) == 1 else pages
 
 
 def num_pages(num_bytes: int, page_bytes: int) -> int:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hearth.core.types import ChunkId, Hold, ModelId, SamplingTable
-from hearth.memory.mapped_tenant import MappedTenant, num_pages
+from hearth.memory.mapped_tenant import MappedTenant, num_pages, pages_of
 from hearth.memory.page_table import PageTable
 from hearth.memory.pages import Pages
 from hearth.memory.pool import EvictionTerms, Holding, Shape
@@ -86,7 +86,7 @@ class PageBooks:
         # Pages of another digest go first: they are neither kept nor shared.
         going = self._pages_only_of(tenant) if tenant is not None else set()
         num_available += len(going) - (tenant.num_ready_pages if tenant is not None else 0)
-        indices = range(num_pages(shape.stored.num_bytes, self._pages.page_bytes))
+        indices = pages_of(shape.stored, self._pages.page_bytes)
         num_needed = len(indices) - len(self.shared_chunks.find(shape, indices, going))
         num_needed += self._num_rest_pages(shape, len([page for page in self.workspace if page not in going]))
         return max(0, num_needed - num_available)
@@ -98,9 +98,9 @@ class PageBooks:
         return num_own + max(0, num_more)
 
     def _missing(self, tenant: MappedTenant) -> list[int]:
-        if len(tenant.resident) == tenant.num_weights_pages:
+        if len(tenant.resident) == len(tenant.wanted) and not tenant.shape.stored.is_part:
             return []
-        return [index for index in range(tenant.num_weights_pages) if index not in tenant.resident]
+        return [index for index in tenant.wanted if index not in tenant.resident]
 
     def _shareable(self, tenant: MappedTenant, missing: Sequence[int]) -> dict[int, int]:
         if not missing:
@@ -124,10 +124,14 @@ class PageBooks:
             address = self._spaces.give(model, shape.digest, shape.slot)
             weights = self._pages.bytes_at(address, shape.stored.num_bytes)
             at = SpaceAddresses(address, self._pages.space_bytes, self._pages.page_bytes)
-            tenant = self.tenants[model] = MappedTenant(model, shape, at, weights)
+            wanted = pages_of(shape.stored, self._pages.page_bytes)
+            tenant = self.tenants[model] = MappedTenant(model, shape, at, weights, wanted)
         if tenant.shape != shape:
             assert not tenant.is_placed, f"`{model}` is placed with another shape"
             tenant.shape, tenant.space = shape, None
+            tenant.wanted = pages_of(shape.stored, self._pages.page_bytes)
+            needless = sorted(tenant.resident.difference(tenant.wanted))
+            self.release_weights(tenant, needless, is_idle=False)
         return tenant
 
     def _displace_one(self) -> None:
@@ -255,9 +259,7 @@ class PageBooks:
 
 def _check_tenant(tenant: MappedTenant) -> None:
     assert not tenant.resident & tenant.loading, f"{tenant}"
-    assert all(0 <= index < tenant.num_weights_pages for index in tenant.resident | tenant.loading), (
-        f"{tenant}"
-    )
+    assert (tenant.resident | tenant.loading).issubset(tenant.wanted), f"{tenant}"
     if not tenant.is_placed:
         assert tenant.num_kv_pages == tenant.num_ready_pages == tenant.num_kv_blocks == 0, f"{tenant}"
         assert not tenant.num_table_pages, f"{tenant}"
@@ -269,7 +271,7 @@ def _check_tenant(tenant: MappedTenant) -> None:
 def lost_weights_bytes(books: PageBooks) -> int:
     lost_bytes: dict[int, int] = {}
     for tenant in books.tenants.values():
-        last = tenant.num_weights_pages - 1
+        last = tenant.last_page
         if last in tenant.resident or last in tenant.loading:
             (place,) = tenant.at.weights([last])
             lost_bytes[books.table.page_at(place)] = tenant.page_bytes - tenant.last_stored_bytes
@@ -300,7 +302,7 @@ def _holding(tenant: MappedTenant, shared: Collection[int]) -> Holding:
     return Holding(
         model=tenant.model,
         weights_bytes=tenant.stored_bytes(has),
-        total_bytes=tenant.shape.stored.num_bytes,
+        total_bytes=tenant.stored_bytes(tenant.wanted),
         stored_bytes=tenant.stored_bytes(has),
         shared_bytes=tenant.stored_bytes(shared),
         kv_bytes=(tenant.num_kv_pages + tenant.num_ready_pages) * tenant.page_bytes,

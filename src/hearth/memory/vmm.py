@@ -117,7 +117,7 @@ class MappedPool:
 
     def is_incomplete(self, model: ModelId) -> bool:
         tenant = self._books.tenants.get(model)
-        return tenant is not None and len(tenant.resident) + len(tenant.loading) < tenant.num_weights_pages
+        return tenant is not None and len(tenant.resident) + len(tenant.loading) < len(tenant.wanted)
 
     def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
         freed_bytes = 0

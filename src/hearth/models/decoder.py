@@ -78,6 +78,14 @@ class Decoder:
         self._product_scratch = workspace.product_scratch(workspace.qkv)
         self._qkv_scratch = workspace.product_scratch(workspace.activated)
 
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.arch.num_layers
+
     def sharing_obstacle(self) -> str | None:
         workspace = self._workspace
         is_plain = all(weights.qkv.scale is None for weights in self.weights.layers)
@@ -106,13 +114,15 @@ class Decoder:
             hidden.add_(torch.index_select(table, 0, step.rows.positions, out=ws.normed))
         return hidden
 
+    def hidden(self, num_rows: int) -> torch.Tensor:
+        """Return the memory of hidden states: what `body` may take, and what `pass_on` leaves."""
+        return self._cut(num_rows).residual
+
     def run(
         self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
     ) -> torch.Tensor:
         self.body(hidden, step, kv, gate)
-        ws = self._cut(hidden.shape[0])
-        deltas = self.absorb(self.layers[-1], ws.residual, ws.normed, ws.attended, step.adapters)
-        return _added(ws.residual, deltas)
+        return self.pass_on(step)
 
     def body(
         self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
@@ -135,6 +145,12 @@ class Decoder:
                 deltas = self.absorb(layer, residual, normed, attended, step.adapters)
             if self._on_layer is not None:
                 self._on_layer()
+
+    def pass_on(self, step: StepInputs) -> torch.Tensor:
+        """Return the hidden states of every row for the layers that follow elsewhere. Follows `body`."""
+        ws = self._cut(step.tokens.shape[0])
+        deltas = self.absorb(self.layers[-1], ws.residual, ws.normed, ws.attended, step.adapters)
+        return _added(ws.residual, deltas)
 
     def tail(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
         """Return the logits of `step.logit_rows`, in that order. Follows `body` of the last layers."""

@@ -57,7 +57,35 @@ class ByteRange:
 @dataclass(frozen=True, slots=True)
 class Layout:
     tensors: tuple[TensorSpec, ...]
-    num_bytes: int
+    num_bytes: int  #: of the whole model
+    is_part: bool = False  #: tensors of some layers only, at their offsets in the whole model
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of its tensors, with their padding."""
+        return sum(spec.end - spec.offset for spec in self.tensors) if self.is_part else self.num_bytes
+
+    def only(self, arch: Arch, layers: range) -> Layout:
+        """Return the tensors that a stage of these layers needs."""
+        if len(layers) == arch.num_layers:
+            return self
+        tensors = tuple(spec for spec in self.tensors if is_needed(spec.name, arch, layers))
+        return Layout(tensors, self.num_bytes, is_part=True)
+
+
+def is_needed(name: str, arch: Arch, layers: range) -> bool:
+    """True if a stage of these layers needs the tensor. The first and the last need a tied embedding."""
+    part, _, rest = name.partition(".")
+    is_first, is_last = layers.start == 0, layers.stop == arch.num_layers
+    match part:
+        case "layers":
+            return int(rest.partition(".")[0]) in layers
+        case "embed":
+            return is_first or (is_last and arch.tied_head)
+        case "positions" | "embed_in":
+            return is_first
+        case _:
+            return is_last
 
 
 def layout_of(arch: Arch, dtype: str, quant: str = "none") -> Layout:

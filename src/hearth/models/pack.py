@@ -15,7 +15,7 @@ from hearth.models.arch import Arch
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.layout import QUANTS, Layout, Shape, TensorSpec
 from hearth.models.quantize import Quantized, quantize
-from hearth.models.tensor_names import Part, TensorSource, head_copy, sources_of
+from hearth.models.tensor_names import CheckpointTensor, TensorSource, head_copy, sources_of
 
 #: Rows that are converted at a time: a whole vocabulary in float32 would be large.
 SLAB_ROWS = 4096
@@ -146,7 +146,7 @@ def read_tensor(name: str, checkpoint: Checkpoint) -> torch.Tensor:
     return stored.read()
 
 
-def _check_head_copy(checkpoint: Checkpoint, head: str | None, embed: Part) -> None:
+def _check_head_copy(checkpoint: Checkpoint, head: str | None, embed: CheckpointTensor) -> None:
     if head is not None and not torch.equal(
         read_tensor(head, checkpoint), read_tensor(embed.name, checkpoint)
     ):

@@ -25,14 +25,14 @@ class NameMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CheckpointTensor:
     name: str
     shape: Shape
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    parts: tuple[Part, ...]
+    parts: tuple[CheckpointTensor, ...]
     is_interleaved: bool
 
 
@@ -156,7 +156,7 @@ def _source(
     parts = []
     for template, num_rows in zip(templates, _rows(arch, spec, module, len(templates)), strict=True):
         choices = [f"{prefix}{choice.format(i=layer)}.{kind}" for choice in template.split("|")]
-        parts.append(Part(_present(choices, spec, found), (num_rows, *spec.shape[1:])))
+        parts.append(CheckpointTensor(_present(choices, spec, found), (num_rows, *spec.shape[1:])))
     for part in parts:
         if found[part.name] != part.shape:
             raise BadCheckpoint(

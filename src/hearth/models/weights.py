@@ -10,7 +10,7 @@ import torch
 
 from hearth.models.arch import Arch
 from hearth.models.dtypes import STORED_DTYPES
-from hearth.models.layout import Layout, TensorSpec
+from hearth.models.layout import Layout, TensorSpec, is_needed
 
 #: The widest load of a kernel, and the alignment of tensors.
 VECTOR_BYTES = 16
@@ -86,7 +86,7 @@ def bind(
     views = {
         spec.name: _view(spec, places[spec.name])
         for spec in layout.tensors
-        if _is_needed(spec.name, arch, layers)
+        if is_needed(spec.name, arch, layers)
     }
     return Weights(
         embed=views.get("embed.weight") if is_first else None,
@@ -97,20 +97,6 @@ def bind(
         embed_out=_linear(views, "embed_out") if has_projections and is_last else None,
         head=_linear(views, "embed" if arch.tied_head else "head") if is_last else None,
     )
-
-
-def _is_needed(name: str, arch: Arch, layers: range) -> bool:
-    part, _, rest = name.partition(".")
-    is_first, is_last = layers.start == 0, layers.stop == arch.num_layers
-    match part:
-        case "layers":
-            return int(rest.partition(".")[0]) in layers
-        case "embed":
-            return is_first or (is_last and arch.tied_head)
-        case "positions" | "embed_in":
-            return is_first
-        case _:
-            return is_last
 
 
 def _layer(arch: Arch, views: Mapping[str, torch.Tensor], prefix: str) -> LayerWeights:

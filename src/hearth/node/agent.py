@@ -8,12 +8,11 @@ again, and its store keeps host memory for a while.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from socket import socket
 
@@ -23,16 +22,17 @@ from hearth.core import node_messages as messages
 from hearth.core.config import CPU_HOST_BYTES, EngineConfig, HearthConfig, parse_address
 from hearth.core.errors import HearthError, JoinRefused, Unreachable
 from hearth.core.messages import WorkerEnded, WorkerHello
-from hearth.core.types import Digest, NodeId, where_on_nodes
-from hearth.node.agent_socket import answer_keeper
+from hearth.core.types import HEAD, NodeId, where_on_nodes
+from hearth.node.agent_socket import AgentSocket
 from hearth.node.channel import Channel, ClusterPort, connect
-from hearth.node.credentials import HEAD, Credentials
+from hearth.node.credentials import Credentials
 from hearth.node.devices import Devices
 from hearth.node.join import renew_if_due
 from hearth.node.link import FrameLink
 from hearth.node.local_node import LocalNode, new_socket_path
 from hearth.node.processes import ErrorFile
 from hearth.node.relay import WorkerRelay
+from hearth.node.tickets import TicketCheck
 from hearth.node.worker_template import WorkerTemplate
 
 #: Between two pulses. A peer that sends nothing for `MAX_SILENT_PULSES` of them is lost.
@@ -40,8 +40,6 @@ PULSE_S, MAX_SILENT_PULSES = 0.5, 6
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 #: Between two looks at the certificate's age, besides those before each connection.
 RENEWAL_S = 86400.0
-#: Time for the head to answer a question of the keeper.
-ANSWER_S = 5.0
 #: Models in one message about chunks, which has a limit of bytes.
 MAX_REPORTED = 256
 
@@ -64,27 +62,24 @@ class Agent:
         """`path`: the data directory. `errors`, `template`: as in `Supervisor`. `tell`: prints for people."""
         self._config, self._devices, self._path, self._errors = config, devices, path, errors
         self._credentials, self._template, self._tell = credentials, template, tell
-        self._host, self._port = parse_address(credentials.head or "")
+        self._host, self._port = parse_address(credentials.head)
         self._local: LocalNode | None = None  #: None: no keeper runs
-        self._channel: Channel | None = None  #: None: the head is not reached
         self._node: NodeId | None = None  #: of the present or last life
         self._relays: dict[FrameLink, WorkerRelay] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._numbers = itertools.count(1)
-        self._questions: dict[int, asyncio.Future[messages.Sources | messages.TicketGranted]] = {}
+        self._questions = AgentSocket()
         self._silent_pulses = 0
+        self._tickets = TicketCheck(b"")  #: of the present life
 
     async def run(self) -> None:
         """Serve until cancelled. Raises HearthError: the head has refused the node, or workers cannot run."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._close_local)
             cluster = self._config.cluster
-            context = self._credentials.server_context(needs_certificate=True)
-            listen_at = parse_address(cluster.listen)
-            port = await ClusterPort.listen(*listen_at, context, _refuse_channel, self._take_data)
+            port = ClusterPort(*parse_address(cluster.listen), self._take_data)
             stack.push_async_callback(port.close)
             self._socket = new_socket_path(self._path, "agent", stack)
-            server = await answer_keeper(self._socket, self)
+            server = await self._questions.listen(self._socket)
             stack.callback(server.close)
             host_bytes = self._config.store.host_bytes
             seen_at = (None, port.port) if cluster.address is None else parse_address(cluster.address)
@@ -99,9 +94,9 @@ class Agent:
                 labels=cluster.values_by_label,
                 num_sharing=self._devices.num_sharing,
             )
-            await self._join_for_ever(hello)
+            await self._run_connections(hello)
 
-    async def _join_for_ever(self, hello: messages.NodeHello) -> None:
+    async def _run_connections(self, hello: messages.NodeHello) -> None:
         delay_s, lost_s, told = FIRST_RETRY_S, time.monotonic(), ""
         while True:
             try:
@@ -134,22 +129,7 @@ class Agent:
     async def _greet(self, hello: messages.NodeHello) -> tuple[Channel, messages.NodeWelcome]:
         """Raises Unreachable, if it may be tried again, and JoinRefused."""
         channel = await self._connect()
-        channel.send(hello)
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                answer = await channel.receive()
-        except TimeoutError:
-            answer = None
-        match answer:
-            case messages.NodeWelcome():
-                return channel, answer
-            case messages.NodeRefused(reason, is_final):
-                channel.close()
-                raise JoinRefused(reason) if is_final else Unreachable(reason)
-        channel.close()
-        raise Unreachable(
-            f"the head at {self._host}:{self._port} did not answer: {channel.why_ended or 'it closed'}"
-        )
+        return channel, await channel.ask(hello, messages.NodeWelcome)
 
     async def _connect(self) -> Channel:
         self._credentials = await renew_if_due(self._credentials)
@@ -159,7 +139,9 @@ class Agent:
 
     async def _live(self, channel: Channel, welcome: messages.NodeWelcome) -> str:
         """Serve the head until it is lost; return why. Raises HearthError, which ends the agent."""
-        self._channel, self._node, self._silent_pulses = channel, welcome.node, 0
+        self._node, self._silent_pulses = welcome.node, 0
+        self._tickets = TicketCheck(welcome.ticket_key)
+        self._questions.head_found(channel.send)
         tasks = [
             asyncio.create_task(work)
             for work in (
@@ -175,12 +157,10 @@ class Agent:
                 task.result()
             return channel.why_ended or "it closed the connection"
         finally:
-            self._channel = None
+            self._questions.head_lost()
             for task in (*tasks, *self._tasks):
                 task.cancel()
             await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
-            for question in self._questions.values():
-                question.cancel()
             if self._local is not None:
                 self._local.tickets = None
                 await self._stop_workers()
@@ -194,7 +174,7 @@ class Agent:
     async def _work(self, channel: Channel, welcome: messages.NodeWelcome) -> None:
         """Run keeper and workers; report what the keeper has. Raises HearthError if they cannot run."""
         service = replace(self._config.service, turns=welcome.turns)
-        config = replace(self._config, engine=EngineConfig(**welcome.engine), service=service)  # type: ignore[arg-type] # it checks
+        config = replace(self._config, engine=_engine_of(welcome), service=service)
         if self._local is None:
             local = LocalNode(
                 config,
@@ -213,7 +193,7 @@ class Agent:
                 raise
             self._local = local
         self._local.config = config
-        self._local.admit_data(welcome.node, welcome.ticket_key, is_encrypted=welcome.is_encrypted)
+        self._local.admit_data(self._tickets, is_encrypted=welcome.is_encrypted)
         self._local.start_workers(welcome.node)
         reports = asyncio.create_task(self._report(self._local, channel))
         try:
@@ -234,22 +214,18 @@ class Agent:
             await local.close()
 
     async def _pulse(self, channel: Channel) -> None:
-        for number in itertools.count(1):
+        while True:
             self._silent_pulses += 1
             if self._silent_pulses > MAX_SILENT_PULSES:  # time in which this process was stopped counts once
                 channel.abort(f"it was silent for {MAX_SILENT_PULSES * PULSE_S:g} s")
                 return
             local = self._local
-            workers = [] if local is None else local.workers()
             channel.send(
                 messages.NodePulse(
-                    number=number,
-                    workers=tuple(
-                        messages.NodeWorker(one.worker, one.state, one.pid, one.num_restarts, one.reason)
-                        for one in workers
-                    ),
+                    workers=() if local is None else tuple(local.workers()),
                     host_used_bytes=0 if local is None else local.host_used_bytes,
                     trouble=None if local is None else local.trouble(),
+                    num_not_kept=0 if local is None else local.num_not_kept,
                 )
             )
             await asyncio.sleep(PULSE_S)
@@ -258,65 +234,31 @@ class Agent:
         while True:
             held, links = await local.changes()
             for begin in range(0, len(held), MAX_REPORTED):
-                channel.send(messages.ChunksHeld(held[begin : begin + MAX_REPORTED]))
+                channel.send(messages.ChunkReport(held[begin : begin + MAX_REPORTED]))
             if links:
-                channel.send(messages.LinksMeasured(links))
+                channel.send(messages.LinkReport(links))
 
     async def _receive(self, channel: Channel) -> None:
         while (message := await channel.receive()) is not None:
             self._silent_pulses, local = 0, self._local
             match message:
-                case messages.RequestsCame(num_by_model) if local is not None:
+                case messages.RequestCounts(num_by_model) if local is not None:
                     self._start(_told(local.keeper.count_requests(num_by_model)))
                 case messages.ForgetChunks(model) if local is not None:
                     self._start(_told(local.keeper.forget(where_on_nodes(model))))
-                case messages.Sources(number) | messages.TicketGranted(number):
-                    self._answered(number, message)
-                case messages.TicketRefused(number, reason):
-                    self._answered(number, Unreachable(reason))
+                case messages.DropPeer(node):
+                    self._tickets.refuse(node)  # also while the keeper starts
+                    if local is not None:
+                        local.drop_peer(node)
+                case messages.TicketGranted(host=""):  # of the head, whose address this node knows
+                    here = msgspec.structs.replace(message, host=self._host, port=self._port)
+                    self._questions.answered(here)
+                case messages.Sources() | messages.TicketGranted() | messages.QuestionRefused():
+                    self._questions.answered(message)
                 case messages.NodeRefused(reason):
                     raise JoinRefused(reason)
                 case _:
                     pass  # a pulse
-
-    # What the keeper asks.
-
-    async def sources(self, model: Digest) -> Sequence[messages.Source]:
-        answer = await self._ask(lambda number: messages.AskSources(number, model))
-        assert isinstance(answer, messages.Sources), f"{answer=}"
-        return answer.sources
-
-    async def ticket(self, node: NodeId) -> messages.TicketGranted:
-        answer = await self._ask(lambda number: messages.AskTicket(number, node))
-        assert isinstance(answer, messages.TicketGranted), f"{answer=}"
-        return answer if answer.host else msgspec.structs.replace(answer, host=self._host, port=self._port)
-
-    async def _ask(
-        self, question: Callable[[int], messages.AskSources | messages.AskTicket]
-    ) -> messages.Sources | messages.TicketGranted:
-        if self._channel is None:
-            raise Unreachable("the head of the cluster is not reached")
-        number = next(self._numbers)
-        answered: asyncio.Future[messages.Sources | messages.TicketGranted]
-        answered = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._channel.send(question(number))
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                return await answered
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and not answered.cancelled():
-                raise
-            raise Unreachable("the head of the cluster does not answer") from None
-        finally:
-            del self._questions[number]
-
-    def _answered(self, number: int, answer: messages.Sources | messages.TicketGranted | HearthError) -> None:
-        if (question := self._questions.get(number)) is None or question.done():
-            return
-        if isinstance(answer, HearthError):
-            question.set_exception(answer)
-        else:
-            question.set_result(answer)
 
     def _take_data(self, connection: socket, ticket: bytes) -> None:
         if self._local is None:
@@ -355,12 +297,16 @@ class Agent:
             link.abort()
 
 
+def _engine_of(welcome: messages.NodeWelcome) -> EngineConfig:
+    """Leave out settings that only the Hearth of a newer head knows."""
+    known = {field.name for field in fields(EngineConfig)}
+    if unknown := welcome.engine.keys() - known:
+        log.warning("settings_ignored engine=%s reason=`the head is newer`", ",".join(sorted(unknown)))
+    return EngineConfig(**{key: value for key, value in welcome.engine.items() if key in known})  # type: ignore[arg-type] # it checks
+
+
 async def _told(telling: Awaitable[None]) -> None:
     try:
         await telling
     except (HearthError, OSError) as error:
         log.warning("keeper_not_told reason=%s", error)
-
-
-async def _refuse_channel(channel: Channel) -> None:
-    channel.send(messages.NodeRefused("this machine is not the head of the cluster; connect to the head"))

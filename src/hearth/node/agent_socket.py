@@ -1,77 +1,82 @@
-"""Answers the keeper's questions about other nodes, over a Unix socket of this machine.
+"""Passes questions of the keeper and the workers about other nodes on to the head. Understands none of them.
 
-    {"sources": DIGEST}   {"sources": [{"node": "gpu-2", "host": HEXMASK, "disk": HEXMASK}, ...]}
-    {"ticket": "gpu-2"}   {"host": "10.0.0.2", "port": 7610, "ticket": HEX, "is_encrypted": true}
-    anything else         {"error": REASON}
-
-A question is a line of JSON, and so is its answer. Bit i of a mask, the lowest of the first byte first, is
-chunk i.
+They ask over a Unix socket of this machine: a question of `core/node_messages.py` is a line of JSON, and so
+is its answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
-from hearth.core.errors import HearthError, ServiceError
-from hearth.core.node_messages import Source, TicketGranted
-from hearth.core.types import Digest, NodeId
+import msgspec
+
+from hearth.core.node_messages import Answer, Question, QuestionRefused
 
 MAX_QUESTION_BYTES = 4096
+#: Time for the head to answer.
+ANSWER_S = 5.0
+
+_questions = msgspec.json.Decoder(Question)
 
 
-class ClusterGuide(Protocol):
-    """Knows where chunks are and how to get there. Raises HearthError."""
+class AgentSocket:
+    """Mutable; used on the event loop alone."""
 
-    async def sources(self, model: Digest) -> Sequence[Source]: ...
+    def __init__(self) -> None:
+        self._ask_head: Callable[[Question], None] | None = None  #: None: the head is not reached
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
 
-    async def ticket(self, node: NodeId) -> TicketGranted: ...
+    async def listen(self, path: Path) -> asyncio.Server:
+        """Answer at `path`, for the owner alone, until the server is closed."""
+        path.unlink(missing_ok=True)
+        mask = os.umask(0o177)
+        try:
+            return await asyncio.start_unix_server(self._answer_all, path, limit=MAX_QUESTION_BYTES)
+        finally:
+            os.umask(mask)
 
+    def head_found(self, ask: Callable[[Question], None]) -> None:
+        """`ask` sends a question to the head, whose answer comes by `answered`."""
+        self._ask_head = ask
 
-async def answer_keeper(path: Path, guide: ClusterGuide) -> asyncio.Server:
-    """Answer at `path`, for the owner alone, until the server is closed."""
+    def head_lost(self) -> None:
+        self._ask_head = None
+        for number in self._asked:
+            self.answered(QuestionRefused(number, "the head of the cluster was lost"))
 
-    async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def answered(self, answer: Answer) -> None:
+        """Take an answer of the head. One that comes too late is dropped."""
+        asked = self._asked.get(answer.number)
+        if asked is not None and not asked.done():
+            asked.set_result(answer)
+
+    async def ask(self, question: Question) -> Answer:
+        number = next(self._numbers)
+        if self._ask_head is None:
+            return QuestionRefused(number, "the head of the cluster is not reached")
+        asked: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = asked
+        self._ask_head(msgspec.structs.replace(question, number=number))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await asked
+        except TimeoutError:
+            return QuestionRefused(number, f"the head of the cluster has not answered within {ANSWER_S:g} s")
+        finally:
+            del self._asked[number]
+
+    async def _answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await reader.readline():
-                writer.write(json.dumps(await _answer(line, guide)).encode() + b"\n")
+                answer = await self.ask(_questions.decode(line))
+                writer.write(msgspec.json.encode(answer) + b"\n")
                 await writer.drain()
-        except (OSError, ValueError):  # ValueError: a line without an end
+        except (OSError, ValueError):  # ValueError: it is no question, or a line without an end
             pass
         finally:
             writer.close()
-
-    path.unlink(missing_ok=True)
-    mask = os.umask(0o177)
-    try:
-        return await asyncio.start_unix_server(answer_all, path, limit=MAX_QUESTION_BYTES)
-    finally:
-        os.umask(mask)
-
-
-async def _answer(line: bytes, guide: ClusterGuide) -> dict[str, object]:
-    try:
-        match json.loads(line):
-            case {"sources": str(digest)}:
-                sources = await guide.sources(Digest(digest))
-                return {"sources": [_plain(source) for source in sources]}
-            case {"ticket": str(node)}:
-                granted = await guide.ticket(NodeId(node))
-                return {
-                    "host": granted.host,
-                    "port": granted.port,
-                    "ticket": granted.ticket.hex(),
-                    "is_encrypted": granted.is_encrypted,
-                }
-            case _:
-                raise ServiceError(f"no such question: {line[:80]!r}")
-    except (HearthError, ValueError) as error:
-        return {"error": str(error)}
-
-
-def _plain(source: Source) -> dict[str, str]:
-    return {"node": source.node, "host": source.held.host.hex(), "disk": source.held.disk.hex()}

@@ -13,137 +13,121 @@ import asyncio
 import logging
 import socket
 import ssl
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from typing import TypeAlias, cast
+from dataclasses import dataclass
+from typing import TypeVar
 
 from hearth.core import wire
 from hearth.core.errors import ConfigError, HearthError, JoinRefused, ServiceError, Unreachable
-from hearth.core.node_messages import AskAuthority, FromHead, FromNode, Join, NodeRefused
-from hearth.node.credentials import not_a_member, peer_of, server_name
-from hearth.node.tickets import TICKET_BYTES
+from hearth.core.node_messages import DATA_MAGIC, AskAuthority, Join, NodeMessage, NodeRefused
+from hearth.core.types import WorkerId, server_name
+from hearth.node.credentials import not_a_member, peer_of
+from hearth.node.link import FrameLink, Receiver
+from hearth.node.tickets import STORE_TICKET_BYTES, WORKER_TICKET_BYTES
 
-NodeMessage: TypeAlias = FromNode | FromHead
-
-#: Begins a data connection.
-DATA_MAGIC = b"HEARTH1 "
 #: Connections whose peer is not yet known to be a member; beyond, the oldest is closed.
 MAX_STRANGERS = 64
+#: The same for one address.
+MAX_OF_ADDRESS = 32
 #: How long such a connection may take until its first message or ticket, or until a stranger is answered.
 STRANGER_S = 5.0
-MAX_FIRST_BYTES = 16 << 10
-MAX_MESSAGE_BYTES = 16 << 20
-#: The most unread bytes of a peer; beyond, TCP holds it back.
-MAX_UNREAD_BYTES = 256 << 10
-#: The most unsent bytes to a peer. It always reads, so more means that it hangs.
-MAX_UNSENT_BYTES = 64 << 20
-CONNECT_S = 5.0
+#: The longest message of a peer without a certificate.
+MAX_STRANGER_BYTES = 16 << 10
+CONNECT_S, ANSWER_S = 5.0, 10.0
 #: How long the end of a connection waits for the peer.
 CLOSE_S = 1.0
 #: How long sent bytes may stay unacknowledged. Heartbeats notice a lost machine sooner.
 _USER_TIMEOUT_MS = 10_000
 _ACCEPT_RETRY_S = 0.1
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 
-class Channel(asyncio.Protocol):
-    """A connection over which machines exchange messages. Mutable; used on the event loop alone."""
+class Channel(FrameLink):
+    """A connection over which machines exchange messages. It may become the link of a worker."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.peer: str | None = None  #: verified name; None: the peer has shown no certificate
-        self.serial: int | None = None  #: of the peer's certificate
+        self.key = ""  #: hash of the key in the peer's certificate
         self.host = ""  #: address of the peer
-        self.why_ended: str | None = None  #: None: it has not, or the peer has closed it
-        self._transport: asyncio.Transport | None = None  #: None once it was lost or detached
-        self._buffer = bytearray()
-        self._is_paused = False
-        self._put_back: NodeMessage | None = None
+        self._frames: deque[bytes] = deque()  #: not received yet
         self._changed = asyncio.Event()
 
-    def send(self, message: NodeMessage) -> None:
-        """Queue a message. Messages to a peer that is gone are dropped; `receive` tells."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            return
-        transport.write(wire.frame(message))
-        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self.abort("the peer takes no messages")
-
-    async def receive(self, limit_bytes: int = MAX_MESSAGE_BYTES) -> NodeMessage | None:
+    async def receive(self) -> NodeMessage | None:
         """Return the next message; None: the connection has ended. Loses nothing when it is cancelled."""
-        if self._put_back is not None:
-            message, self._put_back = self._put_back, None
-            return message
+        while not self._frames:
+            if self._transport is None:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        body = self._frames.popleft()
+        self.consumed(len(body))
         try:
-            while (body := self._next_frame(limit_bytes)) is None:
-                if self._transport is None:
-                    return None
-                self._changed.clear()
-                if self._is_paused:
-                    self._is_paused = False
-                    self._transport.resume_reading()
-                await self._changed.wait()
             return wire.node_message_of(body)
         except ServiceError as error:
             self.abort(str(error))
             return None
 
-    def put_back(self, message: NodeMessage) -> None:
-        """Let the next `receive` return a message again."""
-        self._put_back = message
+    async def ask(self, question: NodeMessage, kind: type[T]) -> T:
+        """Return the head's answer to the first message; any other than `kind` ends the connection.
 
-    def detach(self) -> tuple[asyncio.Transport, bytes]:
-        """Return the transport, whose reading is paused, and bytes read already; the channel has ended.
-
-        Set another protocol before anything is awaited. Raises ConnectionResetError if the peer is gone.
+        Raises Unreachable, if it may be tried again, and JoinRefused.
         """
-        transport, self._transport = self._transport, None
-        if transport is None or transport.is_closing():
+        self.send(question)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer = await self.receive()
+        except TimeoutError:
+            reason = f"the head has not answered within {ANSWER_S:g} s; look into its log"
+            self.abort(reason)
+            raise Unreachable(reason) from None
+        if isinstance(answer, kind):
+            return answer
+        self.close()
+        match answer:
+            case None:
+                raise Unreachable(
+                    "the head has closed the connection without an answer; if the certificate of this "
+                    "machine has expired, join again with a new token"
+                )
+            case NodeRefused(reason, is_final):
+                raise JoinRefused(reason) if is_final else Unreachable(reason)
+        raise JoinRefused(f"the head has answered {type(answer).__name__}; install the same Hearth on both")
+
+    def become_link(self, worker: WorkerId, receiver: Receiver) -> None:
+        """Pass further frames, which are those of a worker, to `receiver`. Raises ConnectionResetError."""
+        if self._transport is None:
             raise ConnectionResetError(self.why_ended or "the peer has closed the connection")
-        transport.pause_reading()
-        return transport, bytes(self._buffer)
-
-    def close(self) -> None:
-        """End the connection when all messages are sent."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def abort(self, reason: str) -> None:
-        if self._transport is not None:
-            self.why_ended = self.why_ended or reason
-            self._transport.abort()
-
-    def _next_frame(self, limit_bytes: int) -> bytes | None:
-        start = wire.HEADER.size
-        if len(self._buffer) < start:
-            return None
-        end = start + wire.length_of(bytes(self._buffer[:start]), limit_bytes)
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[start:end])
-        del self._buffer[:end]
-        return body
+        self.worker, self._receiver = worker, receiver
+        while self._frames:
+            receiver.received(self, self._frames.popleft())
 
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport does not declare its type.
-        self._transport = transport = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
         _set_options(transport.get_extra_info("socket"))
         self.host = str(transport.get_extra_info("peername")[0])
-        self.peer, self.serial = peer_of(transport.get_extra_info("ssl_object")) or (None, None)
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        self._changed.set()
-        if len(self._buffer) > MAX_UNREAD_BYTES and self._transport is not None:
-            self._is_paused = True
-            self._transport.pause_reading()
+        self.peer, self.key = peer_of(transport.get_extra_info("ssl_object")) or (None, "")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self.why_ended = self.why_ended or (None if exc is None else str(exc) or type(exc).__name__)
+        super().connection_lost(exc)
+        self._changed.set()
+
+    def _limit_bytes(self) -> int:
+        return MAX_STRANGER_BYTES if self.peer is None else wire.MAX_FRAME_BYTES
+
+    def _take(self, body: bytes) -> None:
+        if self.worker is not None:
+            super()._take(body)
+            return
+        self._unread_bytes += len(body)
+        self._frames.append(body)
         self._changed.set()
 
 
@@ -173,52 +157,48 @@ async def connect(host: str, port: int, context: ssl.SSLContext, expects: str | 
     return channel
 
 
+@dataclass(frozen=True, slots=True)
+class Control:
+    """How the head serves control connections."""
+
+    context: ssl.SSLContext
+    #: Gets each member, and strangers that ask to join, with their first message. Then the channel is closed.
+    serve: Callable[[Channel, NodeMessage], Awaitable[None]]
+    is_member: Callable[[str, str], bool]  #: by the name and the key in a certificate
+
+
 class ClusterPort:
     """The one port of a machine for the others of its cluster. Mutable; used on the event loop alone."""
 
     def __init__(
         self,
-        listener: socket.socket,
-        context: ssl.SSLContext,
-        on_channel: Callable[[Channel], Awaitable[None]],
-        on_data: Callable[[socket.socket, bytes], None],
-        is_member: Callable[[str, int], bool],
-    ) -> None:
-        self.port: int = listener.getsockname()[1]
-        self._listener, self._context = listener, context
-        self._on_channel, self._on_data, self._is_member = on_channel, on_data, is_member
-        self._strangers: dict[asyncio.Task[None], None] = {}  #: the oldest first
-        self._tasks: set[asyncio.Task[None]] = set()  #: one per connection, those of strangers included
-        self._accepting = asyncio.create_task(self._accept())
-
-    @staticmethod
-    async def listen(
         host: str,
         port: int,
-        context: ssl.SSLContext,
-        on_channel: Callable[[Channel], Awaitable[None]],
         on_data: Callable[[socket.socket, bytes], None],
-        is_member: Callable[[str, int], bool] = lambda name, serial: False,
-    ) -> ClusterPort:
+        control: Control | None = None,
+    ) -> None:
         """Listen until `close`. Raises ConfigError.
 
-        `on_channel` gets each member, and strangers that ask to join, with their first message still to be
-        received; when it returns, the channel is closed. `on_data` owns its socket, which blocks, and has to
-        check the ticket. Without `is_member`, all are strangers.
+        `on_data` owns its socket, which blocks, and has to check the ticket. Without `control`, connections
+        other than those for data are closed.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listener = socket.create_server((host, port), family=family, backlog=128)
+            self._listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on `{host}:{port}` for the cluster: {error.strerror}; choose another address "
                 "by `cluster.listen`"
             ) from error
-        listener.setblocking(False)
-        return ClusterPort(listener, context, on_channel, on_data, is_member)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._on_data, self._control = on_data, control
+        self._strangers: dict[asyncio.Task[None], str] = {}  #: their addresses; the oldest first
+        self._tasks: set[asyncio.Task[None]] = set()  #: one per connection, those of strangers included
+        self._accepting = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
-        """Stop listening and end all channels that were not detached."""
+        """Stop listening and end all channels, except those that are links of workers."""
         for tasks in ({self._accepting}, self._tasks):  # in this order: each task that was created has begun
             for task in tasks:
                 task.cancel()
@@ -229,20 +209,26 @@ class ClusterPort:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, address = await loop.sock_accept(self._listener)
+                connection, peer = await loop.sock_accept(self._listener)
             except OSError as error:
                 log.warning("cluster_port_failed reason=%s", error)
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
-            if len(self._strangers) >= MAX_STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                oldest.cancel()
-            task = loop.create_task(self._serve(connection, str(address[0])))
-            self._strangers[task] = None
+            address = str(peer[0])
+            self._make_room(address)
+            task = loop.create_task(self._serve(connection, address))
+            self._strangers[task] = address
             self._tasks.add(task)
             task.add_done_callback(self._forget)
             await asyncio.sleep(0)  # an accepted connection gets its turn before the next one is accepted
+
+    def _make_room(self, address: str) -> None:
+        """Close the oldest stranger, of this address if that has many: it must not crowd out others."""
+        same = [task for task, other in self._strangers.items() if other == address]
+        crowd = same if len(same) >= MAX_OF_ADDRESS else list(self._strangers)[: -MAX_STRANGERS + 1]
+        for oldest in crowd[:1]:
+            del self._strangers[oldest]
+            oldest.cancel()
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
@@ -253,13 +239,27 @@ class ClusterPort:
         channel = Channel()
         try:
             async with asyncio.timeout(STRANGER_S):
-                is_member = await self._meet(connection, channel)
+                control = await self._begin(connection)
+                if control is None:
+                    return
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: channel, connection, ssl=control.context, ssl_shutdown_timeout=CLOSE_S
+                )
+                first = await channel.receive()
+                if first is None:
+                    raise ConnectionError(channel.why_ended or "the peer has closed the connection")
+                is_member = channel.peer is not None and control.is_member(channel.peer, channel.key)
+                if not is_member and isinstance(first, AskAuthority | Join):
+                    await control.serve(channel, first)
+                elif not is_member:
+                    channel.send(NodeRefused(not_a_member(channel.peer)))
             if is_member:
                 task = asyncio.current_task()
                 assert task is not None, "a coroutine that runs has a task"
                 self._strangers.pop(task, None)
-                await self._on_channel(channel)
-            channel.close()
+                await control.serve(channel, first)
+            if channel.worker is None:
+                channel.close()
         except BaseException as error:
             reason = str(error) or type(error).__name__
             channel.abort(reason)
@@ -268,8 +268,8 @@ class ClusterPort:
             level = logging.DEBUG if isinstance(error, OSError) else logging.WARNING
             log.log(level, "connection_refused address=%s reason=%s", address, reason)
 
-    async def _meet(self, connection: socket.socket, channel: Channel) -> bool:
-        """Take a new connection up to its first message. True: it is a member's; else it was dealt with."""
+    async def _begin(self, connection: socket.socket) -> Control | None:
+        """Return how to serve a control connection; None: it was one for data, and was passed on."""
         with ExitStack() as held:
             held.enter_context(connection)
             connection.setblocking(False)
@@ -280,26 +280,11 @@ class ClusterPort:
                     connection.setblocking(True)
                     held.pop_all()
                     self._on_data(connection, ticket)
-                    return False
-                case b"\x16":
+                    return None
+                case b"\x16" if self._control is not None:
                     held.pop_all()
-                case _:
-                    raise ConnectionError("the peer speaks another protocol")
-        await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: channel, connection, ssl=self._context, ssl_shutdown_timeout=CLOSE_S
-        )
-        message = await channel.receive(MAX_FIRST_BYTES)
-        if message is None:
-            raise ConnectionError(channel.why_ended or "the peer has closed the connection")
-        channel.put_back(message)
-        name, serial = channel.peer, channel.serial
-        if name is not None and serial is not None and self._is_member(name, serial):
-            return True
-        if isinstance(message, AskAuthority | Join):
-            await self._on_channel(channel)
-        else:
-            channel.send(NodeRefused(not_a_member(name)))
-        return False
+                    return self._control
+        raise ConnectionError("the peer speaks another protocol")
 
 
 async def _first_byte(connection: socket.socket) -> bytes:
@@ -315,12 +300,16 @@ async def _first_byte(connection: socket.socket) -> bytes:
 
 async def _read_ticket(connection: socket.socket) -> bytes:
     """Read the line that begins a data connection, and no byte of what follows."""
-    line, num_bytes = b"", len(DATA_MAGIC) + 2 * TICKET_BYTES + 1
-    while len(line) < num_bytes:
-        part = await asyncio.get_running_loop().sock_recv(connection, num_bytes - len(line))
-        if not part:
-            raise ConnectionError("the peer has closed the connection")
-        line += part
+    line = b""
+    for ticket_bytes in (STORE_TICKET_BYTES, WORKER_TICKET_BYTES):
+        num_bytes = len(DATA_MAGIC) + 2 * ticket_bytes + 1
+        while len(line) < num_bytes:
+            part = await asyncio.get_running_loop().sock_recv(connection, num_bytes - len(line))
+            if not part:
+                raise ConnectionError("the peer has closed the connection")
+            line += part
+        if line.endswith(b"\n"):
+            break
     if not line.startswith(DATA_MAGIC) or not line.endswith(b"\n"):
         raise ConnectionError("the peer speaks another protocol")
     try:

@@ -9,10 +9,11 @@
     only on the head:
       ca.key           0600: private key of the authority
       tokens.json      0600: hashes of the tokens' secrets, and when they expire by the head's clock
-      members.json     0600: serial and public key of each node's certificate
+      members.json     0600: hash of each node's public key
+      lives.json       0600: how often nodes of each name have joined
 
 A certificate names a node, not its address, which may change. A node is a member while members.json has the
-serial of its certificate. A secret is 256 random bits, so a fast hash is safe.
+key of its certificate. A secret is 256 random bits, so a fast hash is safe.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -36,16 +37,16 @@ import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from hearth.core.atomic_file import write_file
 from hearth.core.errors import ConfigError, JoinRefused
-from hearth.core.types import LOCAL
+from hearth.core.types import HEAD, LOCAL, NodeId, server_name
+from hearth.store.transfer.data_connection import tls_context
 
 T = TypeVar("T")
 
-#: The name in the head's certificate.
-HEAD = "head"
 MAX_NAME_CHARS = 48
 MAX_TOKEN_S = 30 * 86400.0
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?", re.ASCII)
@@ -101,7 +102,6 @@ class _StoredToken(msgspec.Struct, frozen=True):
 
 
 class _MemberRecord(msgspec.Struct, frozen=True):
-    serial: str  #: in hexadecimal
     key: str  #: hash of the public key
 
 
@@ -110,12 +110,17 @@ class Authority:
 
     def __init__(self, path: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._path, self._certificate, self._key = path, certificate, key
+        #: The members, and which file had them.
+        self._known: tuple[tuple[int, int] | None, dict[str, _MemberRecord]] = (None, {})
         self.fingerprint = fingerprint_of(certificate)
         self.certificate_pem = certificate.public_bytes(serialization.Encoding.PEM)
 
     @staticmethod
-    def create(path: Path) -> Authority:
-        """Make an authority and the credentials of the head. Raises ConfigError if `path` has credentials."""
+    def create(path: Path, address: str) -> Authority:
+        """Make an authority and the credentials of the head. Raises ConfigError if `path` has credentials.
+
+        `address`: HOST:PORT, as other machines reach the head.
+        """
         if (path / "ca.pem").exists():
             what = "the head" if (path / "ca.key").exists() else "a node"
             raise ConfigError(
@@ -132,11 +137,10 @@ class Authority:
             .sign(key, hashes.SHA256())
         )
         authority = Authority(path, certificate, key)
-        head = authority._sign(HEAD, head_key.public_key(), _AUTHORITY_LIFE)
+        head_pem = authority._sign(HEAD, head_key.public_key(), _AUTHORITY_LIFE)
         write_file(path / "ca.key", [_key_pem(key)])
         write_file(path / "node.key", [_key_pem(head_key)])
-        write_file(path / "node.pem", [head.public_bytes(serialization.Encoding.PEM)])
-        write_file(path / "ca.pem", [authority.certificate_pem])  # last: it marks the others as complete
+        keep_certificate(path, authority.certificate_pem, head_pem, address)
         return authority
 
     @staticmethod
@@ -199,10 +203,18 @@ class Authority:
         """Return the names of all members, whether they are up or not."""
         return sorted(self._members())
 
-    def is_member(self, name: str, serial: int) -> bool:
-        """False if the node was removed, or if it has a newer certificate."""
+    def is_member(self, name: str, key: str) -> bool:
+        """Say whether the node of that name, with the hash of that key, has joined and was not removed."""
         known = self._members().get(name)
-        return known is not None and known.serial == f"{serial:x}"
+        return known is not None and known.key == key
+
+    def begin_life(self, name: str) -> NodeId:
+        """Return an id that no earlier life of a node had, also before the head was restarted."""
+        with self._changing():
+            lives = self._read("lives.json", dict[str, int])
+            life = lives.get(name, 0)
+            self._write("lives.json", lives | {name: life + 1})
+        return NodeId(f"{name}.{life}" if life else name)
 
     def remove(self, name: str) -> None:
         """Raises ConfigError if no node has that name."""
@@ -222,23 +234,30 @@ class Authority:
                 f"another node of the cluster is called `{name}`; choose another name with `--name`, or, "
                 f"if this machine replaces that node, first run `hearth nodes rm {name}` on the head"
             )
-        certificate = self._sign(name, key, _NODE_LIFE)
-        members[name] = _MemberRecord(f"{certificate.serial_number:x}", _key_hash(key))
-        self._write("members.json", members)
-        return certificate.public_bytes(serialization.Encoding.PEM)
+        if name not in members:
+            self._write("members.json", members | {name: _MemberRecord(_key_hash(key))})
+        return self._sign(name, key, _NODE_LIFE)
 
-    def _sign(self, name: str, key: ec.EllipticCurvePublicKey, life: timedelta) -> x509.Certificate:
+    def _sign(self, name: str, key: ec.EllipticCurvePublicKey, life: timedelta) -> bytes:
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        return (
+        certificate = (
             _certificate(_subject(name), self._certificate.subject, key, self._key.public_key(), life)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(server_name(name))]), critical=False)
             .sign(self._key, hashes.SHA256())
         )
+        return certificate.public_bytes(serialization.Encoding.PEM)
 
     def _members(self) -> dict[str, _MemberRecord]:
-        return self._read("members.json", dict[str, _MemberRecord])
+        """Read the file only if it was replaced: the event loop asks about each connection."""
+        path, file = self._path / "members.json", None
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            file = status.st_ino, status.st_mtime_ns
+        if file != self._known[0]:
+            self._known = file, self._read("members.json", dict[str, _MemberRecord])
+        return dict(self._known[1])
 
     def _valid_tokens(self) -> dict[str, _StoredToken]:
         now_s, stored = time.time(), self._read("tokens.json", dict[str, _StoredToken])
@@ -266,10 +285,10 @@ class Authority:
 class Credentials:
     """Certificate and key of this machine, and the authority that it trusts. Immutable."""
 
-    def __init__(self, path: Path, certificate: x509.Certificate, head: str | None) -> None:
+    def __init__(self, path: Path, certificate: x509.Certificate, head: str) -> None:
         self.path = path
         self.name = _common_name(certificate)
-        self.head = head  #: HOST:PORT of the head; None on a head that was given none
+        self.head = head  #: HOST:PORT, as other machines reach it
         self._certificate = certificate
 
     @staticmethod
@@ -278,9 +297,8 @@ class Credentials:
         if not (path / "ca.pem").exists():
             return None
         with _readable(path):
-            head = path / "head"
             certificate = x509.load_pem_x509_certificate((path / "node.pem").read_bytes())
-            return Credentials(path, certificate, head.read_text().strip() if head.exists() else None)
+            return Credentials(path, certificate, (path / "head").read_text().strip())
 
     @property
     def is_due(self) -> bool:
@@ -292,32 +310,30 @@ class Credentials:
         """Return the request for a new certificate."""
         return signing_request(self.name, _read_key(self.path / "node.key"))
 
-    def server_context(self, *, needs_certificate: bool) -> ssl.SSLContext:
-        context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-        context.verify_mode = ssl.CERT_REQUIRED if needs_certificate else ssl.CERT_OPTIONAL
+    def server_context(self) -> ssl.SSLContext:
+        """Return a context that verifies the certificate of a client that has one."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_OPTIONAL
         context.num_tickets = 0  # each connection shows its certificate anew
         return context
 
     def client_context(self) -> ssl.SSLContext:
         """Return a context that verifies the server's name, `server_name(NODE)`."""
-        return self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
-    def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
+    def _context(self, side: ssl._SSLMethod) -> ssl.SSLContext:
         with _readable(self.path):
-            context.load_cert_chain(self.path / "node.pem", self.path / "node.key")
-            context.load_verify_locations(self.path / "ca.pem")
-        return context
+            return tls_context(self.path, side)
 
 
-def peer_of(connection: ssl.SSLObject | ssl.SSLSocket) -> tuple[str, int] | None:
-    """Return name and serial of the peer's certificate, which was verified; None: it has shown none."""
+def peer_of(connection: ssl.SSLObject | ssl.SSLSocket) -> tuple[str, str] | None:
+    """Return name and key's hash of the peer's certificate, which was verified; None: it has shown none."""
     if not connection.getpeercert():  # empty also where the certificate was not verified
         return None
     encoded = connection.getpeercert(binary_form=True)
     assert encoded is not None, "a certificate that was verified is gone"
     certificate = x509.load_der_x509_certificate(encoded)
-    return _common_name(certificate), certificate.serial_number
+    return _common_name(certificate), _key_hash(certificate.public_key())
 
 
 def keep_certificate(path: Path, ca_pem: bytes, certificate_pem: bytes, head: str) -> Credentials:
@@ -344,10 +360,6 @@ def own_key(path: Path) -> ec.EllipticCurvePrivateKey:
 def signing_request(name: str, key: ec.EllipticCurvePrivateKey) -> bytes:
     request = x509.CertificateSigningRequestBuilder().subject_name(_subject(name)).sign(key, hashes.SHA256())
     return request.public_bytes(serialization.Encoding.PEM)
-
-
-def server_name(name: str) -> str:
-    return f"{name}.node.hearth"
 
 
 def fingerprint_of(certificate: x509.Certificate) -> str:
@@ -420,7 +432,7 @@ def _secret_hash(secret: str) -> str:
     return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
 
 
-def _key_hash(key: ec.EllipticCurvePublicKey) -> str:
+def _key_hash(key: CertificatePublicKeyTypes) -> str:
     encoded = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(encoded).hexdigest()
 

@@ -1,7 +1,7 @@
 """How a machine becomes a node: it pins the authority by its token, asks for a certificate, and keeps it.
 
     node                                              head
-    AskAuthority, over TLS that verifies nothing  ->  AuthorityIs: the node compares its hash with the token's
+    AskAuthority, over TLS that verifies nothing  ->  AuthorityCertificate, whose hash the node compares
     Join, over TLS that verifies the head         ->  Joined, or NodeRefused
 
 The token's secret is sent only to a head that has proven to belong to the token's cluster.
@@ -20,10 +20,10 @@ from cryptography import x509
 
 from hearth.core.config import parse_address
 from hearth.core.errors import ConfigError, HearthError, JoinRefused, Unreachable
-from hearth.core.node_messages import AskAuthority, AuthorityIs, Join, Joined, NodeRefused
-from hearth.node.channel import Channel, NodeMessage, connect
+from hearth.core.node_messages import AskAuthority, AuthorityCertificate, Join, Joined, NodeRefused
+from hearth.core.types import HEAD
+from hearth.node.channel import Channel, connect
 from hearth.node.credentials import (
-    HEAD,
     Authority,
     Credentials,
     Token,
@@ -33,8 +33,6 @@ from hearth.node.credentials import (
     own_key,
     signing_request,
 )
-
-ANSWER_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -50,23 +48,13 @@ async def join(address: str, token: str, name: str, path: Path) -> Credentials:
     _refuse_other_cluster(path, invitation)
     ca_pem = await _fetch_authority(host, port, invitation)
     context = ssl.create_default_context(cadata=ca_pem.decode())  # which is the only one that it trusts
-    is_new = not (path / "node.key").exists()
-    request = signing_request(name, own_key(path))
-    try:
-        message = Join(invitation.token_id, invitation.secret, name, request)
-        certificate_pem = await _certificate(await connect(host, port, context, HEAD), message)
-    except JoinRefused:
-        if is_new:
-            (path / "node.key").unlink()
-            with suppress(OSError):  # it holds other files
-                path.rmdir()
-        raise
+    message = Join(invitation.token_id, invitation.secret, name, signing_request(name, own_key(path)))
+    certificate_pem = await _certificate(await connect(host, port, context, HEAD), message)
     return keep_certificate(path, ca_pem, certificate_pem, address)
 
 
 async def renew(credentials: Credentials) -> Credentials:
     """Get a new certificate for the same name and key. Raises JoinRefused and Unreachable."""
-    assert credentials.head is not None, "a node knows its head"
     channel = await connect(*parse_address(credentials.head), credentials.client_context(), HEAD)
     message = Join(token_id="", secret="", name=credentials.name, request=credentials.request())
     certificate_pem = await _certificate(channel, message)
@@ -82,12 +70,12 @@ async def renew_if_due(credentials: Credentials) -> Credentials:
     return credentials
 
 
-async def answer_stranger(channel: Channel, authority: Authority) -> None:
-    """Answer `AskAuthority` or `Join`, the first message of a channel, at the head."""
-    match await channel.receive():
+async def answer_stranger(channel: Channel, message: AskAuthority | Join, authority: Authority) -> None:
+    """Answer the first message of a channel, at the head."""
+    match message:
         case AskAuthority():
-            channel.send(AuthorityIs(authority.certificate_pem))
-        case Join() as message:
+            channel.send(AuthorityCertificate(authority.certificate_pem))
+        case Join():
             try:  # on a thread: files are written
                 channel.send(Joined(await asyncio.to_thread(_sign, authority, channel.peer, message)))
                 log.info("node_admitted name=%s", message.name)
@@ -125,12 +113,13 @@ async def _fetch_authority(host: str, port: int, invitation: Token) -> bytes:
     """Return the authority's certificate, if it is the one that the token names."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    answer = await _ask(await connect(host, port, context, None), AskAuthority())
+    channel = await connect(host, port, context, None)
+    answer = await channel.ask(AskAuthority(), AuthorityCertificate)
+    channel.close()
     with suppress(ValueError):  # it is no certificate
-        if isinstance(answer, AuthorityIs):
-            given = fingerprint_of(x509.load_pem_x509_certificate(answer.certificate))
-            if hmac.compare_digest(given, invitation.fingerprint):
-                return answer.certificate
+        given = fingerprint_of(x509.load_pem_x509_certificate(answer.certificate))
+        if hmac.compare_digest(given, invitation.fingerprint):
+            return answer.certificate
     raise JoinRefused(
         f"`{host}:{port}` is not the head that made this token; check the address, and make a token there "
         "with `hearth cluster token`"
@@ -138,30 +127,6 @@ async def _fetch_authority(host: str, port: int, invitation: Token) -> bytes:
 
 
 async def _certificate(channel: Channel, message: Join) -> bytes:
-    match await _ask(channel, message):
-        case Joined(certificate=certificate):
-            return certificate
-        case NodeRefused(reason=reason):
-            raise JoinRefused(reason)
-        case answer:
-            raise JoinRefused(
-                f"the head has answered {type(answer).__name__}; install the same Hearth on both"
-            )
-
-
-async def _ask(channel: Channel, message: NodeMessage) -> NodeMessage:
-    """Return the answer to a question, and close the channel. Raises Unreachable."""
-    try:
-        channel.send(message)
-        async with asyncio.timeout(ANSWER_S):
-            answer = await channel.receive()
-    except TimeoutError:
-        raise Unreachable(f"the head has not answered within {ANSWER_S:g} s; look into its log") from None
-    finally:
-        channel.close()
-    if answer is None:
-        raise Unreachable(
-            "the head has closed the connection without an answer; if the certificate of this machine has "
-            "expired, join again with a new token"
-        )
-    return answer
+    answer = await channel.ask(message, Joined)
+    channel.close()
+    return answer.certificate

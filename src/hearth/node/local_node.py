@@ -10,31 +10,31 @@ import asyncio
 import logging
 import os
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from socket import socket
 
 from hearth.core.config import HearthConfig
 from hearth.core.errors import HearthError, NoWorkers
 from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
-from hearth.core.node_messages import HeldChunks, LinkSpeed
-from hearth.core.types import LOCAL, Digest, NodeId, WorkerId
+from hearth.core.node_messages import HeldChunks, LinkSpeed, WorkerStatus
+from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, stage_socket
 from hearth.node.devices import Devices
-from hearth.node.link import FrameLink, Receiver
+from hearth.node.link import FrameLink, WorkerLink, WorkerReceiver
 from hearth.node.processes import ErrorFile, Vigilance
 from hearth.node.supervisor import Supervisor
 from hearth.node.tickets import TicketCheck
-from hearth.node.worker_link import WorkerLink
-from hearth.node.worker_seat import WorkerStatus
 from hearth.node.worker_template import WorkerTemplate
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.transfer.peer_server import hand_over
+from hearth.store.transfer.data_connection import drop_peer, hand_over
 
 #: Longer paths do not fit the address of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 100
+LONGEST_WORKER = WorkerId("w999999.999999999")
 #: Between two questions to the keeper what it has, and the most of its time that they may take.
 REPORT_S, REPORT_SHARE = 1.0, 0.05
 
@@ -50,7 +50,7 @@ class LocalNode:
         devices: Devices,
         path: Path,
         errors: ErrorFile,
-        receiver: Receiver,
+        receiver: WorkerReceiver,
         on_outage: Callable[[NoWorkers], None] = lambda error: None,
         template: WorkerTemplate | None = None,
         *,
@@ -59,15 +59,19 @@ class LocalNode:
     ) -> None:
         """`path`: the data directory. `receiver` takes what workers send, after this node itself.
 
-        `agent_socket`, `credentials`: as in `KeeperSetup`; None outside of a cluster. Others as in
-        `Supervisor`.
+        `agent_socket`, `credentials`: as in `KeeperSetup`; None outside of a cluster. The head has no agent:
+        it answers its workers at `self.agent_socket`, and its keeper asks nothing. Others as in `Supervisor`.
         """
         self.config, self.devices = config, devices
         self._path, self._receiver = path, receiver
         self._secret, self._port = secrets.token_bytes(32), 0
         self._stack = ExitStack()
         self._socket = new_socket_path(path, "keeper", self._stack)
-        self._peers_socket = None if credentials is None else new_socket_path(path, "peers", self._stack)
+        self._stages_path = _new_socket_directory(path, "stages", self._stack)
+        self._credentials, self._peers_socket, self.agent_socket = credentials, None, agent_socket
+        if credentials is not None:
+            self._peers_socket = new_socket_path(path, "peers", self._stack)
+            self.agent_socket = agent_socket or new_socket_path(path, "agent", self._stack)
         service, store = config.service, config.store
         self.supervisor = Supervisor(
             setup_of=self._setup_of,
@@ -78,9 +82,9 @@ class LocalNode:
                 disk_bytes=store.disk_bytes,
                 host_bytes=store.host_bytes,
                 log_level=config.log.level,
-                agent_socket=None if agent_socket is None else str(agent_socket),
-                credentials=None if credentials is None else str(credentials),
-                peers_socket=None if self._peers_socket is None else str(self._peers_socket),
+                agent_socket=_text(agent_socket),
+                credentials=_text(credentials),
+                peers_socket=_text(self._peers_socket),
             ),
             num_workers=devices.num_workers,
             vigilance=Vigilance(service.start_s, service.heartbeat_s, service.max_missed),
@@ -91,7 +95,7 @@ class LocalNode:
         self.keeper = KeeperClient(self._socket)
         self.tickets: TicketCheck | None = None  #: of the present life; None: no data connection is admitted
         self.is_encrypted = True
-        self.host_used_bytes = 0  #: as reported last
+        self.host_used_bytes = self.num_not_kept = 0  #: as reported last
         self._asking_s = 0.0  #: how long the keeper took to answer what it has
         self._reported: dict[Digest, HeldChunks] = {}
         self._links: dict[NodeId, LinkSpeed] = {}
@@ -114,10 +118,6 @@ class LocalNode:
 
     # What the head asks.
 
-    @property
-    def node_id(self) -> NodeId:
-        return LOCAL
-
     def workers(self) -> list[WorkerStatus]:
         return self.supervisor.workers()
 
@@ -129,22 +129,34 @@ class LocalNode:
 
     # What other nodes get.
 
-    def admit_data(self, node: NodeId, ticket_key: bytes, *, is_encrypted: bool) -> None:
-        """Begin a life as `node`: admit data connections, and report all chunks anew."""
-        self.tickets, self.is_encrypted = TicketCheck(node, ticket_key), is_encrypted
+    def admit_data(self, tickets: TicketCheck, *, is_encrypted: bool) -> None:
+        """Begin a life of this node: admit data connections, and report all chunks anew."""
+        self.tickets, self.is_encrypted = tickets, is_encrypted
         self._reported, self._links = {}, {}
 
     def take_data(self, connection: socket, ticket: bytes) -> None:
-        """Give a data connection to the keeper, if its ticket is good. Closes the caller's copy."""
+        """Give a data connection to the keeper or a worker, by its ticket. Closes the caller's copy."""
         with connection:
-            source = None if self.tickets is None else self.tickets.admit(ticket)
-            if source is None or self._peers_socket is None:
+            claim = None if self.tickets is None else self.tickets.admit(ticket)
+            if claim is None or self._peers_socket is None:
                 log.warning("data_refused reason=`the ticket is forged, used or of an earlier life`")
                 return
+            path, is_encrypted = self._peers_socket, self.is_encrypted
+            if claim.worker is not None:  # prompts can be guessed from what workers send
+                path, is_encrypted = stage_socket(self._stages_path, claim.worker), True
             try:
-                hand_over(self._peers_socket, connection, is_encrypted=self.is_encrypted)
-            except OSError as error:  # the keeper is being replaced, and the peer asks again
-                log.warning("data_refused source=%s reason=%s", source, error)
+                hand_over(path, connection, claim.source, is_encrypted=is_encrypted)
+            except OSError as error:  # it is being replaced, and the peer asks again
+                log.warning("data_refused source=%s path=%s reason=%s", claim.source, path, error)
+
+    def drop_peer(self, node: NodeId) -> None:
+        """End the data connections of a node that was lost or removed, and admit no more."""
+        if self.tickets is None or self._peers_socket is None:
+            return
+        self.tickets.refuse(node)
+        for path in (self._peers_socket, *self._stages_path.glob("*.sock")):
+            with suppress(OSError):  # that process has ended, and so have its connections
+                drop_peer(path, node)
 
     async def changes(self) -> tuple[tuple[HeldChunks, ...], tuple[LinkSpeed, ...]]:
         """Return which chunks the keeper has and how fast links are, for what changed since the last call.
@@ -154,18 +166,23 @@ class LocalNode:
         await asyncio.sleep(max(REPORT_S, self._asking_s / REPORT_SHARE))
         began_s = time.monotonic()
         try:
-            held = {one.model: one for one in await self.keeper.held()}
-            links = {one.source: one for one in await self.keeper.links()}
-            self.host_used_bytes = (await self.keeper.host_memory()).used_bytes
+            report = await self.keeper.report()
         except (HearthError, OSError) as error:  # it is being replaced
             log.debug("chunks_unknown reason=%s", error)
             return (), ()
         self._asking_s = time.monotonic() - began_s
+        self.host_used_bytes, self.num_not_kept = report.used_bytes, report.num_not_kept
+        held = {one.model: one for one in report.models}
+        links = {one.source: one for one in report.links}
         gone = [HeldChunks(model, b"", b"") for model in self._reported.keys() - held.keys()]
         changed = [one for one in held.values() if self._reported.get(one.model) != one]
         measured = tuple(one for one in links.values() if self._links.get(one.source) != one)
         self._reported, self._links = held, links
         return (*changed, *gone), measured
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return self.config.cluster.values_by_label
 
     # What links tell.
 
@@ -182,6 +199,8 @@ class LocalNode:
 
     def _setup_of(self, index: int, worker: WorkerId) -> WorkerSetup:
         config, devices = self.config, self.devices
+        for stale in self._stages_path.glob(f"w{index}.*"):  # a worker that was killed leaves its socket
+            stale.unlink(missing_ok=True)
         return WorkerSetup(
             worker=worker,
             host="127.0.0.1",
@@ -196,6 +215,9 @@ class LocalNode:
             engine=config.engine.plain(),
             num_threads=devices.threads_per_worker,
             log_level=config.log.level,
+            stages_path=str(self._stages_path),
+            agent_socket=_text(self.agent_socket),
+            credentials=_text(self._credentials),
             turns=config.service.turns,
             snapshots_path=str(self._path / "snapshots") if config.store.snapshot_bytes else None,
             snapshot_bytes=config.store.snapshot_bytes,
@@ -214,3 +236,19 @@ def new_socket_path(path: Path, name: str, stack: ExitStack | AsyncExitStack) ->
         stack.callback(socket.unlink, missing_ok=True)
         return socket
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-"))) / f"{name}.sock"
+
+
+def _new_socket_directory(path: Path, name: str, stack: ExitStack) -> Path:
+    """Make a directory for sockets with the names of workers, for the owner alone; otherwise as above."""
+    for stale in (path / "run").glob(f"{name}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    directory = path / "run" / f"{name}-{os.getpid()}"
+    if len(os.fsencode(stage_socket(directory, LONGEST_WORKER))) > MAX_SOCKET_PATH_BYTES:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-")))
+    directory.mkdir(mode=0o700, parents=True)
+    stack.callback(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

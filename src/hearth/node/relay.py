@@ -13,16 +13,6 @@ from hearth.node.channel import Channel
 from hearth.node.link import FrameLink
 
 
-def link_over(channel: Channel, link: FrameLink) -> None:
-    """Let a link take over the connection of a channel. Raises ConnectionResetError if the peer is gone."""
-    transport, received = channel.detach()
-    transport.set_protocol(link)
-    link.connection_made(transport)
-    link.data_received(received)
-    if not link.is_held_back:
-        transport.resume_reading()
-
-
 class WorkerRelay:
     """The relay of one worker. Mutable; used on the event loop alone."""
 
@@ -35,9 +25,8 @@ class WorkerRelay:
     def open(self, channel: Channel) -> None:
         """Use a new connection to the head. Raises ConnectionResetError."""
         channel.send(WorkerOpened(self._node, self._hello))
-        head = FrameLink(self._hello.worker, self)
-        self._to_head, self._to_worker = _Flow(self._worker, head), _Flow(head, self._worker)
-        link_over(channel, head)
+        self._to_head, self._to_worker = _Flow(self._worker, channel), _Flow(channel, self._worker)
+        channel.become_link(self._hello.worker, self)
         early, self._early = self._early, []
         for body in early:
             self._to_head.relay(body)
@@ -56,11 +45,8 @@ class WorkerRelay:
 
     # What the link to the head tells.
 
-    def joined(self, link: FrameLink, hello: WorkerHello) -> None:
-        raise AssertionError("the head says no hello")
-
     def received(self, link: FrameLink, body: bytes) -> None:
-        assert self._to_worker is not None, "set before the link is connected"
+        assert self._to_worker is not None, "set before the channel is a link"
         self._to_worker.relay(body)
 
     def left(self, link: FrameLink) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 from hearth.core.errors import ConfigError, NoWorkers
 from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
+from hearth.core.node_messages import WorkerStatus
 from hearth.core.types import WorkerId, name_of
 from hearth.node.keeper_process import KeeperProcess
 from hearth.node.link import FrameLink
 from hearth.node.processes import ErrorFile, Vigilance, WorkerProcess, run_vital, spawn
-from hearth.node.worker_seat import WorkerSeat, WorkerStatus
+from hearth.node.worker_seat import WorkerSeat
 from hearth.node.worker_template import WorkerTemplate
 
 #: Failed starts in a row after which no worker, or no keeper, is expected to come up.
@@ -46,12 +47,8 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._seat_tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        """Returns when the keeper is ready; workers may take longer. Raises HearthError."""
-        await self.start_keeper()
-        self.start_workers("")
-
     async def start_keeper(self) -> None:
+        """Returns when it is ready. Raises HearthError."""
         if self._template is not None:  # first: the first workers wait for its imports
             self._tasks.append(run_vital(self._template.keep()))
         await self.keeper.start()

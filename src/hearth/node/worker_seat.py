@@ -23,13 +23,13 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
 from hearth.core.beacon import Beacon, new_beacon_file
 from hearth.core.errors import ConfigError
 from hearth.core.messages import Ping, Shutdown, WorkerHello, WorkerSetup
+from hearth.core.node_messages import WorkerStatus
 from hearth.core.types import WorkerId
 from hearth.node import processes
 from hearth.node.link import FrameLink
@@ -92,16 +92,6 @@ class LeavingProcess:
 
     pid: int
     gone: asyncio.Task[None]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    worker: WorkerId
-    state: Literal["starting", "failing", "ready"]
-    pid: int  #: 0: no process
-    num_restarts: int
-    hello: WorkerHello | None  #: None: not ready
-    reason: str | None  #: why it is not ready; None: it is, or starts for the first time
 
 
 class WorkerSeat:

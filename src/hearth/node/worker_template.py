@@ -24,13 +24,10 @@ from typing import IO
 import msgspec
 
 from hearth.core.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer, WorkerSetup
+from hearth.node import processes
 from hearth.node.processes import ChildProcess, ForkedWorker, ending_of
 from hearth.node.template_process import TemplateProcess, start_template
 
-#: After a shorter life the next template starts after a delay, which doubles: what ended one, like a
-#: lack of memory, may end the next.
-SHORT_LIFE_S = 30.0
-RETRY_S, LONGEST_RETRY_S = 0.5, 60.0
 #: Failed starts in a row after which no other template is tried.
 MAX_FAILURES = 3
 #: Time for a template to fork a worker before it counts as hung.
@@ -100,11 +97,10 @@ class WorkerTemplate:
                 self._is_settled.set()
             log.warning("template_ended reason=`%s`", self._trouble.replace("`", ""))
             num_failures = 0 if self._was_ready else num_failures + 1
-            if time.monotonic() - began_s >= SHORT_LIFE_S:
-                num_short_lives = 0
-                continue
-            await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(num_short_lives, 32)))
-            num_short_lives += 1
+            # What ended one, like a lack of memory, may end the next.
+            is_short = time.monotonic() - began_s < processes.SHORT_LIFE_S
+            num_short_lives = num_short_lives + 1 if is_short else 0
+            await asyncio.sleep(processes.restart_delay_s(num_short_lives))
 
     async def fork(self, setup: WorkerSetup, beacon: int) -> ForkedWorker | None:
         """Start a worker with a setup and the descriptor of its beacon; None: it has to be spawned."""

@@ -51,16 +51,36 @@ class ShapeProfile:
     capture_s: float  #: that the first step of a size takes longer
     eager_s: float  #: that a step behind a load takes at least which has no graph
     with_prompts: LeastSeconds  #: of steps with prompts
+    num_stages: int = 1  #: of the pipeline that runs the model
+    hop_s: float = 0.0  #: between two stages
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
         """Return the seconds of a step; as many rows as tokens: all of them decode.
 
         `context_tokens`: those that the rows attend to, their own included, over all rows.
         """
-        return self.host_step_s + self.times.step_s(num_tokens, num_rows, context_tokens)
+        sizes = self._of_a_flight(num_tokens, num_rows, context_tokens)
+        return self.host_step_s + self.times.step_s(*sizes) + self._hops_s
 
     def device_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        return self.device_times.step_s(num_tokens, num_rows, context_tokens)
+        sizes = self._of_a_flight(num_tokens, num_rows, context_tokens)
+        return self.device_times.step_s(*sizes) + self._hops_s
+
+    def in_stages(self, num_stages: int, share: float, hop_s: float) -> ShapeProfile:
+        """Return the model as its pipeline runs it; `share`: of all layers, those of the worker.
+
+        As many flights as stages are under way, each with its share of the rows. So a step of all rows takes
+        as long as one flight takes through all stages.
+        """
+        kv_bytes = max(1, math.ceil(self.kv_bytes_per_token * share))
+        return replace(self, kv_bytes_per_token=kv_bytes, num_stages=num_stages, hop_s=hop_s)
+
+    @property
+    def _hops_s(self) -> float:
+        return self.num_stages * self.hop_s
+
+    def _of_a_flight(self, *sizes: int) -> tuple[int, ...]:
+        return sizes if self.num_stages == 1 else tuple(-(-size // self.num_stages) for size in sizes)
 
 
 class Profile:
@@ -76,6 +96,7 @@ class Profile:
         self.wake_s = measured.wake_s
         self.beside_load = LeastSeconds.of(measured.beside_load_s, measured.beside_load_told_s)
         self.return_s = measured.return_s
+        self.hop_s = measured.hop_s
         self.shapes: Mapping[str, ShapeProfile] = {one.name: self._shape(one) for one in measured.shapes}
 
     @staticmethod

@@ -78,6 +78,8 @@ class SimulatedBooks:
         hosted = self._hosted.get(model)
         if hosted is None:
             return Hold.RETAINED
+        if hosted.order.is_stage:
+            return Hold.PINNED  # it keeps its memory until its pipeline is dissolved
         return effective_hold(
             hosted.hold,
             is_loading=hosted.load is not None and not hosted.load.is_front,
@@ -122,7 +124,7 @@ class SimulatedReclaimer:
         there_bytes = self.device.place_weights(model, profile.digest, profile.num_bytes)
         was_placed = engine.kv.is_placed
         engine.kv.place_sink()
-        tables_bytes = promise.standing_bytes - engine.kv.range.sink_pages * PAGE_BYTES
+        tables_bytes = hosted.order.tables_bytes(engine.kv.range.sink_pages * PAGE_BYTES)
         self.device.place_other(model, tables_bytes + engine.kv.num_bytes, promise.workspace_bytes)
         lack_bytes = self._run(self.policy.make_room(model, lambda: max(0, -self.device.free_bytes)))
         if not lack_bytes:

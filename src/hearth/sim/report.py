@@ -52,6 +52,7 @@ class SimulationReport:
     step_share: float  #: of the time of all workers: a step ran
     num_steps: int
     num_preempted: int  #: requests that lost their KV, and were computed again
+    cached_share: float  #: of all tokens of prompts: found in the prefix cache
 
 
 def report_of(service: SimulatedService) -> SimulationReport:
@@ -88,4 +89,6 @@ def report_of(service: SimulatedService) -> SimulationReport:
         step_share=sum(worker.step_s for worker in workers) / all_s,
         num_steps=sum(worker.num_steps for worker in workers),
         num_preempted=sum(worker.num_preempted for worker in workers),
+        cached_share=sum(one.num_cached_tokens for one in answers)
+        / max(1, sum(one.num_prompt_tokens for one in answers)),
     )

@@ -21,8 +21,10 @@ from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     Action,
+    AddWorkers,
     BrainConfig,
     CancelRun,
+    ComputedPrompt,
     Dispatch,
     Event,
     Evict,
@@ -31,6 +33,7 @@ from hearth.policy.fleet.events import (
     ModelDeployed,
     RefusePin,
     Reject,
+    ReleaseWorkers,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
@@ -43,6 +46,7 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.prefixes import LENGTHS, PrefixDigest
 from hearth.policy.fleet.profile import ModelProfile
 from hearth.sim.network import SimulatedNetwork
 from hearth.sim.profile import Profile
@@ -67,6 +71,8 @@ class SimulatedAnswer:
     arrived_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    conversation: int | None = None
+    num_cached_tokens: int = 0  #: of its prompt, when it started
     token_s: list[float] = field(default_factory=list)  #: when each token was sent
     started_s: float | None = None  #: when the step began that first had tokens of it; None: none had yet
     num_pauses: int = 0  #: turns of its model that ended meanwhile
@@ -76,6 +82,12 @@ class SimulatedAnswer:
     @property
     def is_whole(self) -> bool:
         return len(self.token_s) == self.num_output_tokens
+
+    @property
+    def computed_prompt(self) -> ComputedPrompt:
+        assert self.started_s is not None, f"not started: {self}"
+        num_tokens = self.num_prompt_tokens - self.num_cached_tokens
+        return ComputedPrompt(num_tokens, self.token_s[0] - self.started_s)
 
     @property
     def first_token_s(self) -> float:
@@ -171,13 +183,31 @@ class SimulatedService:
             request_id, model = RequestId(f"request-{len(self.answers)}"), ModelId(request.tenant)
             num_prompt = min(request.num_input_tokens, context - 1)
             num_output = min(request.num_output_tokens, context - num_prompt)
-            answer = SimulatedAnswer(request_id, model, request.arrival_s, num_prompt, num_output)
+            answer = SimulatedAnswer(
+                request_id, model, request.arrival_s, num_prompt, num_output, request.conversation
+            )
             self.answers[request_id] = answer
             self.num_open += 1
             # All that it is on its way for, there and back, comes before the brain hears of it.
             at_s = request.arrival_s + self.profile.request_s
             is_batch = self.setting.pace.is_batch
-            self.schedule(RequestArrived(at_s, request_id, model, num_prompt, num_output, is_batch=is_batch))
+            self.schedule(
+                RequestArrived(
+                    at_s,
+                    request_id,
+                    model,
+                    num_prompt,
+                    num_output,
+                    is_batch=is_batch,
+                    prefixes=self._prefixes(answer),
+                )
+            )
+
+    def _prefixes(self, answer: SimulatedAnswer) -> tuple[PrefixDigest, ...]:
+        if answer.conversation is None or self.setting.num_workers < 2:
+            return ()
+        num_digests = bisect_right(LENGTHS, answer.num_prompt_tokens)
+        return tuple(PrefixDigest(f"{answer.conversation}-{at}") for at in range(num_digests))
 
     def schedule(self, event: Event) -> None:
         self._push(event.now_s, event)
@@ -239,14 +269,18 @@ class SimulatedService:
                         answer.token_s += at_s
                     else:  # its client has gone, which the worker had not heard yet
                         answer.token_s += at_s[: bisect_right(at_s, answer.ended_s)]
-            case RequestsStarted(now_s, request_ids):
-                for answer in map(self.answers.__getitem__, request_ids):
-                    answer.started_s = now_s if answer.started_s is None else answer.started_s
+            case RequestsStarted(now_s, admissions):
+                for admission in admissions:
+                    answer = self.answers[admission.request_id]
+                    if answer.started_s is None:
+                        answer.started_s, answer.num_cached_tokens = now_s, admission.num_cached_tokens
             case Paused(request_ids):
                 for request_id in request_ids:
                     self.answers[request_id].num_pauses += 1
             case RequestFinished(_, request_id) if self.answers[request_id].ended_s is not None:
                 pass  # its client has gone meanwhile
+            case RequestFinished(_, request_id):
+                self._happen(replace(fact, prompt=self.answers[request_id].computed_prompt))
             case _:
                 self._happen(fact)
 
@@ -324,6 +358,7 @@ class SimulatedService:
                     pace=self.setting.pace,
                     arrived_s=answer.arrived_s,
                     num_sent=len(answer.token_s),
+                    conversation=answer.conversation,
                 )
                 self._post(name, start)
             case Evict(_, name) | SetHold(_, name) | CancelRun(_, name):
@@ -333,8 +368,8 @@ class SimulatedService:
             case SetTimer(at_s):
                 self._timer_s = at_s
                 self.schedule(TimerFired(at_s))
-            case RefusePin():
-                pass
+            case RefusePin() | AddWorkers() | ReleaseWorkers():
+                pass  # its machines are given
             case _:
                 assert_never(action)
 

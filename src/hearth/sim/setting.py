@@ -20,7 +20,7 @@ from hearth.core.sizes import (
 from hearth.core.types import LOCAL, ModelId, NodeId, Pace
 from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.footprint import PAGE_BYTES
-from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.policy.fleet.profile import Footprint, ModelProfile, PartBytes, StageSizes
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import ShapeProfile
 
@@ -100,9 +100,31 @@ class SimulationSetting:
             tables_bytes=tables_bytes,
             sink_bytes=_in_pages(block_bytes),
             max_seqs=limits.max_seqs,
+            kv_token_bytes=shape.kv_bytes_per_token,
+        )
+        num_layers = TYPICAL.num_layers
+        parts = PartBytes(-(-shape.weights_bytes // num_layers), first_bytes=0, last_bytes=0)
+        stages = StageSizes(
+            num_layers=num_layers,
+            stored=parts,
+            placed=parts,
+            spare_bytes=0,
+            unit_bytes=PAGE_BYTES,
+            kv_layer_bytes=-(-block_bytes // num_layers),
+            kv_unit_bytes=PAGE_BYTES,
+            num_lost_blocks=0,
+            workspace_bytes=shared_bytes,
+            tables_bytes=tables_bytes,
+            context_blocks=context_blocks,
+            max_seqs=limits.max_seqs,
         )
         return ModelProfile(
-            model, shape.weights_bytes, {KIND: footprint}, self.keep_alive_s, digest=str(model)
+            model,
+            shape.weights_bytes,
+            {KIND: footprint},
+            self.keep_alive_s,
+            digest=str(model),
+            stages={KIND: stages},
         )
 
 

@@ -18,7 +18,7 @@ from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import NO_LEAST, LeastSeconds, ShapeProfile
 
-#: What every step samples: nothing depends on it.
+#: What every step samples, and what prompts consist of behind two tokens that tell them apart.
 _TOKEN = 0
 
 
@@ -163,13 +163,15 @@ class SteppedEngine:
         pace: Pace,
         arrived_s: float,
         now_s: float,
+        conversation: int | None = None,
     ) -> None:
-        """Queue a request with a prompt of its own and an answer of exactly that length.
+        """Queue a request with an answer of exactly that length, and a prompt of its own or a conversation's.
 
         `num_sent` tokens of the answer were sent by a lost worker.
         """
         self._num_added += 1
-        prompt = (self._num_added,) * num_prompt_tokens
+        begin = (0, self._num_added) if conversation is None else (1, conversation)
+        prompt = (*begin, *(_TOKEN,) * num_prompt_tokens)[:num_prompt_tokens]
         sampling = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, seed=0)
         request = EngineRequest(request_id, prompt, sampling, output=(_TOKEN,) * num_sent)
         self.batcher.add(request.in_line(pace, arrived_s, now_s))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hearth.core.sizes import StepLimits, mixed_sizes
 from hearth.core.types import Hold, ModelId, Pace, RequestId
 from hearth.policy.batch.batch_limits import BatchLimits
+from hearth.policy.batch.plan import Admission
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
 from hearth.policy.fleet.events import CancelRun, Event, Evict, LoadModel, SetHold
 from hearth.policy.fleet.footprint import PAGE_BYTES
@@ -25,6 +26,30 @@ class HostOrder:
     shape: ShapeProfile
     max_context: int
     arrived_s: float = 0.0  #: when its bytes are all in host memory of the worker's machine
+
+    def in_pipeline(self, hop_s: float) -> HostOrder:
+        """Return the order for what the worker has of a model: a stage, if a pipeline runs it."""
+        load, pipeline = self.load, self.load.pipeline
+        if pipeline is None:
+            return self
+        member = next(one for one in pipeline.members if one.worker == load.worker)
+        num_layers, total = member.end - member.begin, pipeline.members[-1].end
+        stage_bytes = -(-self.profile.num_bytes * num_layers // total)
+        shape = self.shape.in_stages(len(pipeline.members), num_layers / total, hop_s)
+        digest = f"{self.profile.digest} {member.begin}-{member.end}"
+        return replace(self, profile=replace(self.profile, num_bytes=stage_bytes, digest=digest), shape=shape)
+
+    @property
+    def is_stage(self) -> bool:
+        return self.load.pipeline is not None
+
+    def tables_bytes(self, sink_bytes: int) -> int:
+        """Return what the model keeps besides weights and KV. A stage keeps all of its memory."""
+        load = self.load
+        if not self.is_stage:
+            return load.promise.standing_bytes - sink_bytes
+        weights_bytes = -(-self.profile.num_bytes // PAGE_BYTES) * PAGE_BYTES
+        return load.promise.own_bytes - load.kv_floor_bytes - weights_bytes
 
     def new_engine(self, limits: StepLimits, max_step_s: float) -> SteppedEngine:
         block_bytes = self.shape.kv_bytes_per_token * limits.block_tokens
@@ -45,6 +70,7 @@ class StartOrder:
     pace: Pace
     arrived_s: float
     num_sent: int  #: tokens that lost workers have sent
+    conversation: int | None = None
 
 
 WorkerOrder = HostOrder | StartOrder | Evict | SetHold | CancelRun
@@ -61,7 +87,7 @@ class RequestsStarted:
     """Requests were admitted to a step that began now, for the first time or after a preemption."""
 
     now_s: float
-    request_ids: tuple[RequestId, ...]
+    admissions: tuple[Admission, ...]
 
 
 @dataclass(frozen=True, slots=True)

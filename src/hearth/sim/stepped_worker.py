@@ -4,6 +4,9 @@ Turns, evictions, batches and the order of steps are decided by the code of a li
 `policy/memory`, `policy/batch`). A step takes as long as a measured profile says, a load as long as its
 missing bytes. A step is launched before the one before it is committed, and orders wait until a call of an
 engine has ended. Calls that only decode are skipped.
+
+The first worker of a pipeline makes its steps, through all stages, as soon as its own weights are loaded. The
+other workers only have the memory, and their devices are free.
 """
 
 from __future__ import annotations
@@ -171,6 +174,8 @@ class SteppedWorker:
         assert model not in self.hosted, f"hosted twice: {order.load}"
         self.reclaimer.costs.hosted(model, order.profile.weight)
         engine = self._retired.pop(model, None)
+        if order.is_stage:  # of which each pipeline has its own
+            engine, order = None, order.in_pipeline(self._profile.hop_s)
         is_known = engine is not None
         self.hosted[model] = SteppedModel(
             order, engine or order.new_engine(self._limits, self._max_step_s), is_known, is_known
@@ -179,9 +184,14 @@ class SteppedWorker:
             self._load(model)
         else:
             self.turns.hosted(model, order.load.promise)
+            if order.is_stage:  # always in turn
+                self.turns.pin(model, self._now_s, is_pinned=True)
 
     def _evict(self, order: Evict) -> None:
         model = order.model
+        if model in self.hosted and self.hosted[model].order.is_stage:
+            for request_id in list(self.hosted[model].requests):  # another member is lost
+                self._cancel(request_id)
         if (hosted := self.hosted.pop(model, None)) is not None:
             assert not hosted.requests, f"evicted while busy: {order}"
             self._retire(model, hosted)
@@ -196,15 +206,17 @@ class SteppedWorker:
         self._sharing.forget(model)
         if self.turns is not None:
             self.turns.forget(model)
-        if hosted.is_assembled:
+        if hosted.is_assembled and not hosted.order.is_stage:
             self._retired[model] = hosted.engine
             if len(self._retired) > MAX_RETIRED:
                 self._retired.pop(next(iter(self._retired)))
 
     def _set_hold(self, model: ModelId, hold: Hold) -> None:
-        self.hosted[model].hold = hold
+        hosted = self.hosted[model]
+        hosted.hold = hold
         if self.turns is not None:
-            self.turns.pin(model, self._now_s, is_pinned=hold is Hold.PINNED)
+            is_pinned = hold is Hold.PINNED or hosted.order.is_stage
+            self.turns.pin(model, self._now_s, is_pinned=is_pinned)
         self.reclaimer.policy.note_freed()
 
     def _start(self, start: StartOrder) -> None:
@@ -219,6 +231,7 @@ class SteppedWorker:
             pace=start.pace,
             arrived_s=start.arrived_s,
             now_s=now_s,
+            conversation=start.conversation,
         )
         self.reclaimer.costs.asked(model, now_s)
         if hosted.hold is Hold.RETAINED:
@@ -308,7 +321,7 @@ class SteppedWorker:
             if (launched := call.launched) is not None:
                 self._note_step(launched.end_s, launched.seconds.step_s)
                 if admissions := launched.plan.admissions:
-                    self._facts.append(RequestsStarted(now_s, tuple(one.request_id for one in admissions)))
+                    self._facts.append(RequestsStarted(now_s, tuple(admissions)))
             if call.awaited is not None or launched is not None:
                 awaited_s = now_s if call.awaited is None else call.awaited.end_s
                 end_s = max(load_end_s or now_s, awaited_s, now_s + call.launch_s)

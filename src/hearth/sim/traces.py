@@ -17,6 +17,8 @@ class TracedRequest:
     tenant: str  #: the model, function or client that the trace tells apart
     num_input_tokens: int
     num_output_tokens: int
+    #: Each of its requests repeats all that was said before; None: the request stands alone.
+    conversation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.core.errors import HearthError, StoreError
-from hearth.core.node_messages import HeldChunks, LinkSpeed
 from hearth.core.types import Digest, Rung
 from hearth.store.transfer.lease_messages import (
+    AskReport,
     BytesCounted,
     CountBytes,
     CountRequests,
     ForgetModel,
-    HeldHere,
-    HeldOf,
-    HostMeasured,
+    KeeperReport,
     KnownModels,
     LookUpstream,
-    MeasuredLinks,
-    MeasureHost,
-    MeasureLinks,
     Message,
     ModelForgotten,
     ModelRequests,
@@ -67,10 +62,10 @@ class KeeperClient:
             case other:
                 raise self._failure(other)
 
-    async def host_memory(self) -> HostMeasured:
-        match await self._ask(MeasureHost()):
-            case HostMeasured() as measured:
-                return measured
+    async def report(self) -> KeeperReport:
+        match await self._ask(AskReport()):
+            case KeeperReport() as report:
+                return report
             case other:
                 raise self._failure(other)
 
@@ -83,30 +78,11 @@ class KeeperClient:
             case other:
                 raise self._failure(other)
 
-    async def know(self, where_by_digest: Mapping[Digest, str]) -> None:
+    async def set_known_models(self, where_by_digest: Mapping[Digest, str]) -> None:
         """Tell where the models are that other nodes may ask for, in the place of all told before."""
         match await self._ask(KnownModels(dict(where_by_digest))):
             case ModelsKnown():
                 return
-            case other:
-                raise self._failure(other)
-
-    async def held(self, digests: Sequence[Digest] = ()) -> tuple[HeldChunks, ...]:
-        """Return which chunks of models are here; models that are not known are left out.
-
-        Without `digests`, those of all opened models.
-        """
-        match await self._ask(HeldOf(tuple(digests))):
-            case HeldHere(models):
-                return models
-            case other:
-                raise self._failure(other)
-
-    async def links(self) -> tuple[LinkSpeed, ...]:
-        """Return how fast chunks have come from other nodes."""
-        match await self._ask(MeasureLinks()):
-            case MeasuredLinks(links):
-                return links
             case other:
                 raise self._failure(other)
 

@@ -45,6 +45,8 @@ from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.process import Predecessor, close_all_but, grow_by_pieces
 from hearth.worker.runtime import HostingResources, Runtime, StartTimes, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
+from hearth.worker.stage_connections import StageConnections
+from hearth.worker.stage_sockets import StageListener, connect_to_worker
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
 #: How long a thread may hold the interpreter. Engines are assembled while other models step, and the default
@@ -118,6 +120,13 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     runtime = start(setup, config, times)
     first_tokens, launches = FirstTokens(), StepLaunches()
     graphs = _snapshot_graphs(setup, runtime, first_tokens, launches, cache)
+    own, credentials = setup.worker, None if setup.credentials is None else Path(setup.credentials)
+    agent_socket = None if setup.agent_socket is None else Path(setup.agent_socket)
+    connections = StageConnections(
+        own,
+        lambda worker: connect_to_worker(worker, own, Path(setup.stages_path), agent_socket, credentials),
+    )
+    StageListener(Path(setup.stages_path), own, credentials, connections.accept)  # until the process ends
     resources = HostingResources(
         runtime.device,
         config,
@@ -130,6 +139,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         turns=TurnRules() if setup.turns else None,
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon), launches),
         first_tokens=first_tokens,
+        connections=connections,
     )
     times.note("kernels")
     staging = _staging(setup, lease_client)

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+import msgspec
+
 from hearth.core.errors import DeviceError
-from hearth.core.messages import AdapterLoaded, AdapterOrder, AdapterUsage, StartRequest
-from hearth.core.types import AdapterId, ModelId
+from hearth.core.messages import AdapterLoaded, AdapterOrder, AdapterUsage
+from hearth.core.types import LOCAL, AdapterId, ModelId, node_of, where_on_nodes
 from hearth.engine.engine import Engine
 from hearth.policy.memory.adapter_residency import AdapterState
 from hearth.store.transfer.lease_client import OpenedAdapter
@@ -43,6 +45,18 @@ log = logging.getLogger(__name__)
 MAX_FOUND = 1024
 #: Adapters looked up at once, and prefetched to host memory at once: each takes a thread.
 MAX_FINDING, MAX_PREFETCHING = 16, 8
+
+
+def foreign_run(run: int) -> int:
+    """Return the number here of another worker's request, whose model has a later stage on this one.
+
+    The numbers of this worker's own requests are positive.
+    """
+    return -run
+
+
+def is_own(run: int) -> bool:
+    return run > 0
 
 
 @dataclass(slots=True)
@@ -83,6 +97,7 @@ class WorkerAdapters:
         #: Adapters that were removed and still have memory or requests.
         self._forgotten: set[AdapterId] = set()
         self._is_due = False  #: an adapter may be placed, or a request start, that could not before
+        self._node = LOCAL if resources.connections is None else node_of(resources.connections.own)
         #: When room was looked for last: the generation of memory, and whether a promise was short.
         self._seen: tuple[int, bool] | None = None
         self._to_find: deque[AdapterOrder] = deque()  #: adapters that the keeper will be asked for
@@ -90,18 +105,23 @@ class WorkerAdapters:
 
     # Events.
 
-    def asked(self, request: StartRequest, order: AdapterOrder, arrived_s: float) -> None:
+    def asked(
+        self, order: AdapterOrder, run: int, model: ModelId, arrived_s: float, *, is_ahead: bool = False
+    ) -> None:
+        """`is_ahead`: as in `AdapterResidency`."""
         adapter, now_s = order.adapter, time.perf_counter()
+        if self._node != LOCAL:
+            order = msgspec.structs.replace(order, where=where_on_nodes(adapter))
         self._forgotten.discard(adapter)  # it was deployed again
         wanted = self._wanted.get(adapter)
         if wanted is None:
-            wanted = self._wanted[adapter] = _WantedAdapter(order, request.model, now_s)
+            wanted = self._wanted[adapter] = _WantedAdapter(order, model, now_s)
         elif adapter not in self.residency.known:
             wanted.asked_s = now_s
-        wanted.order, wanted.base = order, request.model
+        wanted.order, wanted.base = order, model
         if order.is_pinned:
             self._unpin_others(order)
-        self.residency.asked(adapter, request.run, request.model, arrived_s, is_pinned=order.is_pinned)
+        self.residency.asked(adapter, run, model, arrived_s, is_pinned=order.is_pinned, is_ahead=is_ahead)
         self._reclaimer.reload_costs.hosted(adapter, order.weight)
         self._reclaimer.reload_costs.asked(adapter, time.monotonic())
         found = self._found.get(adapter)
@@ -118,6 +138,7 @@ class WorkerAdapters:
         """Note the end of any request, with an adapter or without."""
         if (adapter := self.residency.ended(run)) is not None:
             self._pieces.rest(adapter)
+            self._reclaimer.policy.note_freed()  # it may be evicted
         self.recheck()
 
     def forget(self, adapter: AdapterId) -> None:
@@ -178,8 +199,11 @@ class WorkerAdapters:
         self._forget_unwanted()
 
     def give_up(self, short: ModelId) -> FailedRuns | None:
-        """Evict an adapter in use, if any: adapters are promised no memory, so their requests fail first."""
-        adapter = self.residency.last_in_use()
+        """Evict an adapter in use, if any: adapters are promised no memory, so their requests fail first.
+
+        Not those of later stages: steps that use them may be on their way.
+        """
+        adapter = self.residency.last_in_use(lambda one: all(map(is_own, self.residency.runs_of(one))))
         if adapter is None:
             return None
         name = self._wanted[adapter].order.name
@@ -216,7 +240,7 @@ class WorkerAdapters:
                 self._wanted[adapter].base,
                 known.num_bytes,
                 len(known.running),
-                len(known.waiting),
+                sum(map(is_own, known.waiting)),  # requests are counted where they run
                 known.is_pinned,
             )
             for adapter, known in self.residency.known.items()
@@ -344,7 +368,7 @@ class WorkerAdapters:
             {rung: use.seconds for rung, use in record.rungs.items()},
             None if record.shared_bytes else record.total_s,
         )
-        runs = tuple(self.residency.runs_of(adapter))
+        runs = tuple(filter(is_own, self.residency.runs_of(adapter)))
         log.debug("adapter_loaded adapter=%s load_s=%.3f", wanted.order.name, record.total_s)
         return AdapterLoaded(
             adapter, runs, record.num_bytes, rung_bytes(record), wanted.wait_s, record.total_s

@@ -46,6 +46,7 @@ from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.pending_requests import PendingRequests
 from hearth.worker.prefetch import TurnPrefetch
 from hearth.worker.runtime import HostingResources
+from hearth.worker.stage_member import StageMember
 from hearth.worker.weights_transfer import ModelBroken, WeightsLoaded
 
 #: Tuples for `isinstance`, which is called many times a step.
@@ -77,6 +78,11 @@ class HostedModel:
         self._opened: OpenedModel | None = None  #: the model as it was found
         self.prefetch = TurnPrefetch(order.model, resources, pool)
         self._resources, self._pool, self._post = resources, pool, post
+        self.member: StageMember | None = None  #: None: this worker runs all of the model
+        if order.pipeline is not None:
+            assert resources.connections is not None, f"a worker without sockets for stages: {order}"
+            self.member = StageMember(order, resources.connections, lambda news: post(order.hosting, news))
+            self.hold = Hold.PINNED  # it takes no turns, and gives way as a whole
         self._is_closed = threading.Event()  #: for the thread that looks the model up
 
     @property
@@ -110,7 +116,7 @@ class HostedModel:
         spec = self.spec
         if spec is None or not self.prefetch.is_in_host or self.is_loading:
             return False
-        return self._pool.resident_bytes(self.model) < spec.shape.stored.num_bytes
+        return self._pool.resident_bytes(self.model) < spec.shape.stored.own_bytes
 
     @property
     def loaded_bytes(self) -> int:
@@ -124,6 +130,18 @@ class HostedModel:
         return isinstance(self.state, Loaded)
 
     @property
+    def later_stage(self) -> StageMember | None:
+        """This worker's member of a pipeline, if its steps come from another one; None: they do not."""
+        return None if self.member is None or self.member.is_first else self.member
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is something to compute, now or when a result of other stages has come."""
+        if (stage := self.later_stage) is not None:
+            return stage.has_work
+        return (served := self.served) is not None and served.engine.has_work
+
+    @property
     def is_computing(self) -> bool:
         return (served := self.served) is not None and served.engine.is_computing
 
@@ -134,8 +152,7 @@ class HostedModel:
     @property
     def effective_hold(self) -> Hold:
         """How the model is held now. Pending requests count as requests, prefetches not as a load."""
-        served = self.served
-        has_requests = (served is not None and served.engine.has_work) or bool(self.pending)
+        has_requests = self.has_work or bool(self.pending)
         is_loading, has_turn = self.load_under_way is not None, self.has_turn
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
@@ -236,6 +253,7 @@ class HostedModel:
             open_s=open_s,
             engine=engine,
             is_beside=is_beside,
+            member=self.member,
         )
         for request in self.pending.queued:
             load.expect(request)
@@ -351,6 +369,17 @@ class HostedModel:
                     engine.close()
                 self.state = Closed()
 
+    def settle(self) -> None:
+        """Wait until no step touches its memory. Its requests have ended."""
+        if self.member is not None:
+            self.member.close()
+        if (served := self.served) is None:
+            return
+        if self.member is None:
+            served.engine.flush()  # what was under way when its requests ended
+        else:
+            served.engine.runner.synchronize()
+
     def retire(self) -> None:
         match self.state:
             case Loaded(served) | Incomplete(served) | Retired(served):
@@ -361,7 +390,11 @@ class HostedModel:
     def close(self) -> None:
         """End it for good. No step uses its memory, which is left to the pool."""
         self._is_closed.set()
+        if self.member is not None:
+            self.member.close()
         self.stop_loading()
         if (served := self.served) is not None:
             served.engine.close()
+        if self.member is not None:
+            self.member.free()
         self.state = Closed()

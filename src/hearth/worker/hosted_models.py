@@ -19,6 +19,7 @@ from hearth.worker.hosting_state import Finding, ServedModel
 from hearth.worker.model_load import EngineReady, FrontLoaded, HostingNews, ModelFound
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runtime import HostingResources
+from hearth.worker.stage_member import StageMember
 from hearth.worker.turns import Turns
 from hearth.worker.weights_transfer import WeightsLoaded
 
@@ -134,6 +135,12 @@ class HostedModels:
         self.limit_torch()
         return self._announced(loaded)
 
+    def start_stage(self, hosted: HostedModel, member: StageMember) -> None:
+        """Take all KV of a later stage, which then runs what arrives. Starting again is harmless."""
+        if (served := hosted.served) is not None and not member.is_started:
+            self.reclaimer.take_floor(hosted.model)
+            member.start(served.engine)
+
     def limit_torch(self) -> None:
         if self._resources.torch_limit is not None:
             models = {**self._retired, **self.hosted}
@@ -147,11 +154,10 @@ class HostedModels:
     def retire(self, model: ModelId) -> None:
         """Take back all memory of an idle model but its weights, which stay until another model needs it."""
         hosted = self.hosted[model]
-        if (served := hosted.served) is not None:
-            served.engine.flush()  # what was under way when its requests ended
+        hosted.settle()
         hosted.stop_loading()
         self.reclaimer.retire(hosted)
-        if hosted.served is not None and self.reclaimer.pool.keeps_addresses:
+        if hosted.served is not None and self.reclaimer.pool.keeps_addresses and hosted.member is None:
             hosted.retire()
             self._retired[model] = hosted
             if len(self._retired) > MAX_RETIRED:
@@ -212,8 +218,12 @@ class HostedModels:
         return self.load_in_turn(hosted)
 
     def set_hold(self, model: ModelId, hold: Hold) -> None:
-        """Set how a model is held while it has no requests. A model that just failed is ignored."""
-        if (hosted := self.hosted.get(model)) is not None:
+        """Set how a model is held while it has no requests.
+
+        One that just failed is ignored, and so is a stage, which keeps its memory until it leaves.
+        """
+        hosted = self.hosted.get(model)
+        if hosted is not None and hosted.member is None:
             hosted.hold = hold
             self.turns.held(hosted)
             self.reclaimer.policy.note_freed()
@@ -224,8 +234,8 @@ class HostedModels:
         self.reclaimer.policy.note_freed()
 
     def busy(self) -> dict[ModelId, ServedModel]:
-        servings = ((model, one.served) for model, one in self.hosted.items() if one.has_turn)
-        return {model: one for model, one in servings if one is not None and one.engine.has_work}
+        busy = ((model, one) for model, one in self.hosted.items() if one.has_turn and one.has_work)
+        return {model: one.served for model, one in busy if one.served is not None}
 
     def _announced(self, loaded: ModelLoaded | None) -> ModelLoaded | None:
         if loaded is not None:
@@ -253,5 +263,5 @@ class HostedModels:
 
 
 def _identity(order: HostModel) -> tuple[object, ...]:
-    where = (order.where, order.digest, order.weight, order.slot)
+    where = (order.where, order.digest, order.weight, order.slot, order.layers)
     return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)

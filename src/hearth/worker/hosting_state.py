@@ -38,7 +38,8 @@ class ServedModel:
     pooled_tables: dict[SamplingTable, int] = field(default_factory=dict)
 
     def rebind(self, places: Mapping[str, TensorPlace], workspace: torch.Tensor | None = None) -> None:
-        self.engine.runner.rebind(bind(self.spec.model.arch, self.spec.layout, places), workspace)
+        model = self.spec.model
+        self.engine.runner.rebind(bind(model.arch, self.spec.layout, places, model.layers), workspace)
 
 
 @dataclass(frozen=True, slots=True)

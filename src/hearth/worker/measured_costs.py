@@ -55,7 +55,7 @@ def measured_costs(
         name=str(model),
         model=str(spec.manifest.digest),
         dtype=msgspec.convert(name_of(spec.model.dtype), type=cost_profile.ComputedDtype),
-        weights_bytes=spec.layout.num_bytes,
+        weights_bytes=spec.layout.own_bytes,
         kv_bytes_per_token=max(1, spec.shape.block_bytes // spec.model.limits.block_tokens),
         steps=_steps(served.engine.samples, padded),
     )

@@ -34,6 +34,7 @@ from hearth.worker.failure import start_thread
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.runtime import HostingResources
+from hearth.worker.stage_member import StageMember, StageNews
 from hearth.worker.weights_transfer import (
     LoadNews,
     ModelBroken,
@@ -117,6 +118,7 @@ HostingNews = (
     | FrontLoaded
     | SnapshotDiscarded
     | FirstStepsUncaptured
+    | StageNews
 )
 
 
@@ -138,14 +140,16 @@ class ModelLoad:
         open_s: float,
         engine: Engine | None = None,
         is_beside: bool = False,
+        member: StageMember | None = None,
     ) -> None:
         """Start to transfer missing bytes, and to assemble the engine, unless the model has one.
 
         `prepare` maps a part of the weights, `prepare_rest` the rest of the space. Opening the model took
         `open_s`. `marks` follows the engine's steps. `is_beside`: other models step meanwhile.
+        `member`: of a pipeline that runs the model.
         """
         self._spec, self._space, self._resources, self._marks = spec, space, resources, marks
-        self._prepare_rest, self._is_beside = prepare_rest, is_beside
+        self._prepare_rest, self._is_beside, self._member = prepare_rest, is_beside, member
         #: Their first steps are captured beside the load. Written by the step thread.
         self.first = FirstRequests()
         self._request_by_run: dict[int, StartRequest] = {}  #: those that `first` counts
@@ -234,7 +238,7 @@ class ModelLoad:
         if not space.gaps and self._mapping is not None:
             self._mapping.wait()  # the bytes are there, and have only to be mapped
         self._post(EngineReady(engine, is_whole=not space.gaps, look=look))
-        if is_new:
+        if is_new and self._member is None:
             self._capture_first(engine.runner.layers)
 
     def _capture_first(self, runner: LayerRunner) -> None:
@@ -279,8 +283,9 @@ class ModelLoad:
             if self._is_cancelled:
                 return
             self._transfer = transfer
+        self.transfer_began_s = time.perf_counter()
         transfer.start()
-        self.transfer_began_s, self._mapping = time.perf_counter(), transfer.mapping
+        self._mapping = transfer.mapping
 
     def _start_mapping(self) -> None:
         with self._lock:
@@ -291,9 +296,10 @@ class ModelLoad:
         """Return the engine. Not under the lock: it takes long, and touches none of the space."""
         spec, space, resources = self._spec, self._space, self._resources
         self._prepare_rest()
-        weights = bind(spec.model.arch, spec.layout, space.places)
+        weights = bind(spec.model.arch, spec.layout, space.places, spec.model.layers)
         memory = Memory(space.workspace, space.tables, space.kv, space.sink, spec.floor_blocks)
-        return assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
+        later = None if self._member is None else self._member.connect(spec.model, resources.device)
+        return assemble(spec.model, weights, resources.config, resources.device, memory, self._marks, later)
 
     def _have_kernels(self) -> None:
         if (kernels := self._resources.kernels) is not None:
@@ -302,7 +308,8 @@ class ModelLoad:
             self.kernels_s = time.perf_counter() - began_s
 
     def _look(self, engine: Engine) -> SnapshotLook | None:
-        if (snapshots := self._resources.snapshots) is None:
+        snapshots = self._resources.snapshots
+        if snapshots is None or self._member is not None:  # snapshots are those of whole models
             return None
         post = self._post
         return snapshots.look(

@@ -46,7 +46,9 @@ class HostedBooks:
         self._hosted, self._pool, self._due_in_s = hosted, pool, due_in_s
 
     def models(self) -> list[ModelId]:
-        return [model for model, hosted in self._hosted.items() if hosted.takes_requests]
+        """Return the models whose KV and tables may change. A later stage follows the first one."""
+        hosted = self._hosted.items()
+        return [model for model, one in hosted if one.takes_requests and one.later_stage is None]
 
     def kv_of(self, model: ModelId) -> KvView:
         served = self.served(model)
@@ -150,7 +152,7 @@ class Reclaimer:
         missing_bytes = self.pool.missing_bytes(model, shape)
         if self.adapters.last_in_use() is None:
             return missing_bytes
-        need_bytes = max(0, shape.stored.num_bytes - self.pool.resident_bytes(model))
+        need_bytes = max(0, shape.stored.own_bytes - self.pool.resident_bytes(model))
         need_bytes += self.policy.owed_bytes() + self._unassembled_bytes()
         return max(missing_bytes, need_bytes - self.pool.free_bytes)
 
@@ -161,7 +163,7 @@ class Reclaimer:
 
         Only cheaper weights are evicted. `front_bytes(missing, free)` says how many bytes to place.
         """
-        missing_bytes = spec.shape.stored.num_bytes - self.pool.resident_bytes(model)
+        missing_bytes = spec.shape.stored.own_bytes - self.pool.resident_bytes(model)
         lack_bytes = front_bytes(missing_bytes, missing_bytes) - self.pool.free_bytes
         if lack_bytes > 0:
             cost_s_per_byte = self.reload_costs.paused_cost_s_per_byte(model, self._due_in_s(model))
@@ -183,6 +185,13 @@ class Reclaimer:
         self.policy.note_freed()
 
     # KV.
+
+    def take_floor(self, model: ModelId) -> None:
+        """Take all KV that a model is promised. Raises DeviceError if the promise cannot be kept."""
+        served = self._books.served(model)
+        num_blocks = served.spec.floor_blocks - served.engine.batcher.blocks.num_blocks
+        if self._run(self.policy.take_floor(model, num_blocks)) < num_blocks:
+            raise self.kv_shortage(model, served)
 
     def before_step(self, model: ModelId, served: ServedModel) -> None:
         self._run(self.policy.before_step(model, served.engine.elastic, served.engine.batcher.kv.use()))
@@ -345,7 +354,7 @@ class Reclaimer:
             f"{one.model} {one.weights_bytes + one.kv_bytes + one.tables_bytes}" for one in others
         )
         return (
-            f"`{model}` needs {shape.served.num_bytes} bytes for weights, {shape.workspace_bytes} for the "
+            f"`{model}` needs {shape.served.own_bytes} bytes for weights, {shape.workspace_bytes} for the "
             f"workspace and {shape.tables_bytes} for tables, {lack_bytes} more than can be freed of "
             f"{usage.budget_bytes}; other models have: {held or 'nothing'}; drop another model, or raise "
             "`service.memory_bytes`"

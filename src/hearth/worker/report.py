@@ -76,6 +76,7 @@ class Reports:
                 "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
                 "first_steps_not_captured": self.num_uncaptured_starts,
+                "stage_frames_dropped": self._num_dropped_frames(),
                 "staging": int(self._resources.lease_client.is_unstaged),
                 "graphs_not_restored": sum(one.num_unrestored for one in graphs if one is not None),
                 "snapshots_without_graphs": int(snapshots is not None and snapshots.lacks_graphs),
@@ -86,6 +87,11 @@ class Reports:
             adapters=tuple(self._models.adapters.usages()),
             num_adapter_evictions=self._models.reclaimer.num_dropped_adapters,
         )
+
+    def _num_dropped_frames(self) -> int:
+        connections, hosted = self._resources.connections, self._models.hosted.values()
+        past = 0 if connections is None else connections.num_dropped
+        return past + sum(one.member.num_dropped for one in hosted if one.member is not None)
 
     def _uses(self, holdings: tuple[Holding, ...]) -> list[ModelUse]:
         by_model = {one.model: one for one in holdings}

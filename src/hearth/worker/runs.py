@@ -14,10 +14,12 @@ from hearth.core.types import Hold, ModelId, RequestId
 from hearth.engine.engine import StepOutcome
 from hearth.engine.intake import Intake
 from hearth.policy.batch.plan import EngineRequest
+from hearth.worker.adapters import is_own
 from hearth.worker.background import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import Incomplete
+from hearth.worker.stage_adapters import StageAdapters
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class CheckedRequest:
 class _Run:
     model: ModelId
     since_s: float  #: when it arrived or was preempted
+    has_stage_adapter: bool = False  #: later members of its pipeline were asked for its adapter
 
 
 class Runs:
@@ -46,6 +49,7 @@ class Runs:
     def __init__(
         self,
         models: HostedModels,
+        stage_adapters: StageAdapters,
         first_tokens: FirstTokens,
         load: Callable[[HostedModel], None],
         post: Callable[[CheckedRequest], None],
@@ -53,7 +57,7 @@ class Runs:
     ) -> None:
         """`load` loads what a model lacks, in its turn. `post` is called by another thread."""
         self._models, self._hosted = models, models.hosted
-        self._turns, self._adapters = models.turns, models.adapters
+        self._turns, self._adapters, self._stage_adapters = models.turns, models.adapters, stage_adapters
         self._load, self._post, self._send = load, post, send
         self._runs: dict[int, _Run] = {}
         self._first_tokens = first_tokens
@@ -77,7 +81,7 @@ class Runs:
             hosted.hold = Hold.WARM
         self.want_turn(order)
         if order.adapter is not None:
-            self._adapters.asked(order, order.adapter, now_s - order.age_s)
+            self._adapters.asked(order.adapter, order.run, order.model, now_s - order.age_s)
         if (load := hosted.load_under_way) is not None:
             load.expect(order)
         if hosted.takes_requests:
@@ -97,6 +101,11 @@ class Runs:
         served = hosted.served
         if served is None:  # failed meanwhile
             return
+        if order.adapter is not None and hosted.member is not None:
+            entry = self._runs[order.run]
+            entry.has_stage_adapter = True
+            age_s = time.perf_counter() - entry.since_s + order.age_s
+            self._stage_adapters.ask(hosted, order.run, order.adapter, age_s)
         intake = served.engine.intake
         if order.guide is None:
             self._add(order, _checked(intake, order))
@@ -137,13 +146,22 @@ class Runs:
             self._load(hosted)
 
     def start_adapted(self) -> None:
-        for run in self._adapters.residency.startable():
+        for run in filter(is_own, self._adapters.residency.startable()):
             hosted = self._hosted[self._runs[run].model]
             if (served := hosted.served) is None or (request := hosted.pending.held.get(run)) is None:
                 continue  # it waits for more than its adapter
             assert request.adapter is not None, f"{run=} is held and has no adapter"
             self._adapters.start(run, request.adapter, hosted.model, served.engine)
-            self._compute(hosted, run, request)
+            if hosted.member is None:
+                self._compute(hosted, run, request)
+            else:
+                self._stage_adapters.confirm(hosted, run)
+
+    def adapter_confirmed(self, run: int) -> None:
+        """Start a request, unless it has ended: all members of its pipeline have its adapter."""
+        if (entry := self._runs.get(run)) is not None:
+            hosted = self._hosted[entry.model]
+            self._compute(hosted, run, hosted.pending.held[run])
 
     def _compute(self, hosted: HostedModel, run: int, request: EngineRequest) -> None:
         served, pending = hosted.served, hosted.pending
@@ -162,12 +180,10 @@ class Runs:
         for run in map(int, outputs.request_ids):
             self._first_tokens.served(run)
         for run in map(int, outputs.finished):
-            del self._runs[run]
-            self._ended(model, run)
+            self._ended(run, self._runs.pop(run))
         for failure in outcome.failures:  # after its last tokens
             run, error = int(failure.request_id), failure.error
-            del self._runs[run]
-            self._ended(model, run)
+            self._ended(run, self._runs.pop(run))
             log.warning("run_failed run=%d model=%s label=%s reason=%s", run, model, error.label, error)
             self._send(RunFailed(run, error.label, str(error)))
 
@@ -208,7 +224,7 @@ class Runs:
             if (served := hosted.served) is not None:
                 served.engine.cancel(RequestId(str(run)))
             self._models.reclaimer.request_cancelled(hosted)
-            self._ended(entry.model, run)
+            self._ended(run, entry)
 
     def cancel_all(self, model: ModelId) -> None:
         for run in self.of(model):
@@ -218,10 +234,17 @@ class Runs:
         self.cancel(run)
         self._send(RunFailed(run, label, reason))
 
-    def _ended(self, model: ModelId, run: int) -> None:
+    def adapter_failed(self, run: int, label: str, reason: str) -> None:
+        """Fail a request, unless it has ended: another member of its pipeline cannot have its adapter."""
+        if run in self._runs:
+            self.fail(run, label, reason)
+
+    def _ended(self, run: int, entry: _Run) -> None:
         self._first_tokens.served(run)
-        self._turns.ended(model, run)
+        self._turns.ended(entry.model, run)
         self._adapters.ended(run)
+        if entry.has_stage_adapter:
+            self._stage_adapters.end(self._hosted[entry.model], run)
 
 
 def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError:

@@ -35,6 +35,7 @@ from hearth.worker.background import FirstTokens
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
+from hearth.worker.stage_connections import StageConnections
 
 #: For needs of requests that no measurement saw, such as sorting the logits of a large batch.
 SPARE_BYTES = 2 << 30
@@ -79,6 +80,7 @@ class HostingResources:
     snapshots: ModelSnapshots | None = None  #: None: snapshots are off
     torch_limit: TorchLimit | None = None  #: None: torch is not limited
     first_tokens: FirstTokens = field(default_factory=FirstTokens)
+    connections: StageConnections | None = None  #: None: it is in no pipelines
 
 
 def start(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:

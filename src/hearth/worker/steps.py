@@ -39,17 +39,20 @@ class ModelSteps:
 
     def step(self, model: ModelId, served: ServedModel) -> StepOutcome:
         """Step a ready model with the KV that it needs; `settle` has to follow."""
+        if (stage := self._models.hosted[model].later_stage) is not None:
+            return stage.step()
         self._reclaimer.before_step(model, served)
         return served.engine.step()
 
     def settle(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
         """Finish the books of a step and take back KV, once its tokens are sent."""
         served.engine.settle()
-        self._reclaimer.after_step(model, served, outcome)
+        if self._models.hosted[model].later_stage is None:
+            self._reclaimer.after_step(model, served, outcome)
         # Once a coming adapter is there, its requests may compute, or its memory may be taken.
         if outcome.has_run or self._reclaimer.adapters.is_any_coming:
             self._num_vain.clear()
-        else:
+        elif not served.engine.is_computing:  # else the next result of other stages is a message
             self._num_vain[model] += 1
         if not outcome.has_run and not outcome.preempted:
             self._readiness.starved(model, self._reclaimer.policy.generation)
@@ -75,14 +78,20 @@ class ModelSteps:
     def hopeless(self) -> ModelBroke | None:
         """Return a model that waits for KV which no other model will give back, when none is ready.
 
-        None: there is no such model, or a load or an adapter under way may change that.
+        None: there is no such model, or a load, an adapter under way or the end of one's use on a later
+        stage may change that.
         """
         hosted = self._models.hosted.values()
         if any(isinstance(one.state, Finding) or one.is_loading for one in hosted):
             return None
-        if self._reclaimer.adapters.is_any_coming:
+        adapters = self._reclaimer.adapters
+        if adapters.is_any_coming or any(one.later_stage and adapters.run_by(one.model) for one in hosted):
             return None
-        busy = self._models.busy()
+        busy = {
+            model: one
+            for model, one in self._models.busy().items()
+            if self._models.hosted[model].member is None or not one.engine.is_computing
+        }
         model = self._readiness.hopeless(self._views(busy))
         return None if model is None else ModelBroke(model, self._reclaimer.kv_shortage(model, busy[model]))
 

@@ -47,11 +47,18 @@ def main() -> NoReturn:
     began_s = time.perf_counter()
     become_worker = import_worker()
     import_s = time.perf_counter() - began_s
-    gateway.send(msgspec.json.encode(TemplateAnswer(0, obstacle(), import_s)))
+    with suppress(ConnectionError):  # the gateway has ended
+        gateway.send(msgspec.json.encode(TemplateAnswer(0, obstacle(), import_s)))
+        _serve(gateway, become_worker)
+    os._exit(0)
+
+
+def _serve(gateway: socket.socket, become_worker: Callable[[], NoReturn]) -> None:
+    """Fork workers until the gateway closes the socket. Raises ConnectionError."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(gateway, 16, TEMPLATE_BEACON + 1)
         if not request:
-            os._exit(0)
+            return
         if request == FORK_WORKER:
             try:
                 answer = _forked(descriptors, gateway, become_worker)

@@ -180,7 +180,7 @@ class Turns:
         """Return how long a model takes to load by the rates of earlier loads, whatever is under way."""
         hosted = self._hosted[model]
         spec = hosted.spec
-        num_bytes = hosted.order.own_bytes if spec is None else spec.shape.stored.num_bytes
+        num_bytes = hosted.order.own_bytes if spec is None else spec.shape.stored.own_bytes
         byte_s = self._reload_costs.load_s_per_byte(model)
         # A model that lacks only its mapping or its engine is not loaded either.
         missing_bytes = 0 if hosted.is_loaded else max(1, num_bytes - hosted.loaded_bytes)

@@ -76,7 +76,7 @@ class WeightsTransfer:
         """
         self._lease, self._manifest, self._space, self._layout = lease, manifest, space, layout
         self._map_pages, self._loader, self._post = map_pages, loader, post
-        self._is_widened = layout != manifest.layout
+        self._is_widened = _is_widened(manifest, layout)
         self._is_cancelled = threading.Event()
         self._lock = threading.Lock()  #: keeps starting and cancelling apart; guards the fields below
         self.mapping: PageMapping | None = None  #: None: it is not started, or was cancelled before
@@ -141,14 +141,21 @@ def missing_chunks(manifest: Manifest, gaps: Sequence[Gap]) -> list[int]:
     return sorted({index for gap in gaps for index in manifest.chunks_of(gap.part)})
 
 
+def _is_widened(manifest: Manifest, layout: Layout) -> bool:
+    dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
+    return any(spec.dtype != dtypes[spec.name] for spec in layout.tensors)
+
+
 def _widen(manifest: Manifest, layout: Layout, space: Space, is_cancelled: threading.Event) -> float:
     began_s = time.perf_counter()
     tell_widening(manifest)
     begins = {gap.part.begin for gap in space.gaps}
-    for stored, served in zip(manifest.tensors, layout.tensors, strict=True):
+    served_by_name = {spec.name: spec for spec in layout.tensors}
+    for stored in manifest.tensors:
         if is_cancelled.is_set():
             raise LoadCancelled("the load was cancelled")
         if stored.offset in begins:
+            served = served_by_name[stored.name]
             place = space.places[served.name]
             widen_in_place(place.base[place.offset : place.offset + served.nbytes], stored, served)
     return time.perf_counter() - began_s

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
-from hearth.core.errors import ServiceError
+from hearth.core.errors import ServiceError, StageLost
 from hearth.core.messages import (
     AdapterLoaded,
     CancelRequest,
@@ -39,10 +39,11 @@ from hearth.core.messages import (
     Welcome,
 )
 from hearth.core.types import AdapterId, ModelId, SnapshotOutcome, TurnEnd
+from hearth.engine.stage_messages import AdapterMessage, StageAdapterFailed, StageAdapterReady
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
 from hearth.system import garbage
 from hearth.worker.adapter_load import AdapterNews
-from hearth.worker.adapters import FailedRuns
+from hearth.worker.adapters import FailedRuns, is_own
 from hearth.worker.failure import Failure, ModelBroke, blame, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
@@ -60,6 +61,8 @@ from hearth.worker.report import Reports
 from hearth.worker.runs import CheckedRequest, Runs
 from hearth.worker.runtime import HostingResources
 from hearth.worker.snapshot_maker import SnapshotMaker, SnapshotWritten
+from hearth.worker.stage_adapters import StageAdapters
+from hearth.worker.stage_member import AdapterTold, ResultArrived, StageArrived
 from hearth.worker.steps import ModelSteps
 from hearth.worker.weights_transfer import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
 
@@ -118,7 +121,10 @@ class WorkerLoop:
             threads=resources.loader.threads,
             post=inbox.put,
         )
-        self._runs = Runs(self._models, resources.first_tokens, self._load_in_turn, inbox.put, send)
+        self._stage_adapters = StageAdapters(self._models)
+        self._runs = Runs(
+            self._models, self._stage_adapters, resources.first_tokens, self._load_in_turn, inbox.put, send
+        )
         #: Models that may step, from the check to the step. Nothing else may hold a dropped engine.
         self._ready: dict[ModelId, ServedModel] = {}
 
@@ -269,6 +275,7 @@ class WorkerLoop:
 
     def _forget_requests(self, model: ModelId) -> None:
         self._runs.cancel_all(model)
+        self._stage_adapters.forget(model)
         self._steps.forget(model)
 
     def _start(self, order: StartRequest) -> None:
@@ -302,6 +309,7 @@ class WorkerLoop:
                     outcome, reason, lacks = news.look.outcome, news.look.reason, news.look.lacks_adapters
                     self._send(SnapshotLooked(model, hosted.order.hosting, outcome, reason, lacks))
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
+                self._start_stage(hosted)
                 self._runs.begin_queued(hosted)
             case HostPrefetched():
                 hosted.prefetch.reached_host(news)
@@ -319,8 +327,26 @@ class WorkerLoop:
                 self._fail(model, failure)
             case FirstStepsUncaptured():
                 self._reports.num_uncaptured_starts += 1
+            case StageArrived():
+                if hosted.member is not None:
+                    hosted.member.take(news)
+            case ResultArrived():  # that it may step again was noted with the message
+                if hosted.pending.held and hosted.member is not None:  # maybe without a step
+                    self._try(model, hosted.member.check)
+            case AdapterTold(told):
+                self._take_stage_adapter(hosted, told)
             case _:
                 assert_never(news)
+
+    def _start_stage(self, hosted: HostedModel) -> None:
+        """Let a later stage run, if it is one and has not failed."""
+        while hosted.later_stage is not None and self._hosted.get(hosted.model) is hosted:
+            try:
+                self._models.start_stage(hosted, hosted.later_stage)
+            except Exception as error:  # it concerns one model, or `_fail` raises
+                self._fail(*blame(hosted.model, error))
+            else:
+                return
 
     def _load_deferred(self) -> None:
         for hosted in self._hosted_of(self._models.reclaimer.policy.deferred()):
@@ -409,15 +435,29 @@ class WorkerLoop:
     def _serve_adapters(self) -> None:
         while self._adapters.is_due:
             try:
-                self._runs.start_adapted()  # first: an adapter without requests could be evicted for the next
+                self._start_adapted()  # first: an adapter without requests could be evicted for the next
                 for failed in self._adapters.advance():
                     self._fail_runs(failed)
-                self._runs.start_adapted()
+                self._start_adapted()
             except ModelBroke as error:  # while it gave way, or added an adapter
                 self._fail(*blame(error.model, error))
                 self._adapters.recheck()
                 continue
             return
+
+    def _start_adapted(self) -> None:
+        self._runs.start_adapted()
+        self._stage_adapters.advance()
+
+    def _take_stage_adapter(self, hosted: HostedModel, message: AdapterMessage) -> None:
+        if hosted.later_stage is not None:
+            self._stage_adapters.take(hosted, message)
+            return
+        match message:
+            case StageAdapterReady(run=run):
+                self._runs.adapter_confirmed(run)
+            case StageAdapterFailed(run=run, label=label, reason=reason):
+                self._runs.adapter_failed(run, label, reason)
 
     def _give_up_adapter(self, short: ModelId) -> bool:
         """Fail the requests of the youngest adapter in use; False: none is in use."""
@@ -447,7 +487,10 @@ class WorkerLoop:
         if failed.failure.is_fatal:
             raise DeviceLost(f"the device failed while loading an adapter: {failed.failure.reason}")
         for run in failed.runs:
-            self._runs.fail(run, failed.failure.label, failed.failure.reason)
+            if is_own(run):
+                self._runs.fail(run, failed.failure.label, failed.failure.reason)
+            else:
+                self._stage_adapters.fail(run, failed.failure)
 
     # Snapshots.
 
@@ -472,6 +515,8 @@ class WorkerLoop:
         if failure.is_fatal:
             raise DeviceLost(f"the device failed while running `{model}`: {failure.reason}")
         hosted = self._hosted.get(model)
-        self._drop(model)
         if hosted is not None:  # else it is retired, and the gateway does not track it
-            self._send(HostingFailed(model, hosted.order.hosting, failure.label, failure.reason))
+            # First: other members that it cuts off must not be heard before. Orders come after the drop.
+            is_cut_off = failure.label == StageLost.label
+            self._send(HostingFailed(model, hosted.order.hosting, failure.label, failure.reason, is_cut_off))
+        self._drop(model)

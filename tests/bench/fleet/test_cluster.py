@@ -89,15 +89,6 @@ def test_a_request_ends_once() -> None:
         tell(script, cluster, Reject(R, RejectReason.QUEUE_FULL, "too late"))
 
 
-def test_one_version_of_a_model_is_not_loaded_twice_at_a_time_for_those_who_wait() -> None:
-    script, cluster = begun()
-    other = RequestId("other")
-    cluster.tell(RequestArrived(0.0, other, A, 10, None))
-    tell(script, cluster, LoadModel(A, W1, 5, 10), dispatch(W1))
-    with pytest.raises(AssertionError, match="loaded twice at a time"):
-        tell(script, cluster, dispatch(W0, other))
-
-
 def test_a_request_does_not_go_to_an_old_version() -> None:
     script, cluster = begun()
     cluster.tell(ModelDeployed(2.0, profile(A, digest="new")))

@@ -23,6 +23,7 @@ from hearth.policy.fleet.events import LoadModel
 from hearth.policy.fleet.footprint import fixed_bytes_of
 from hearth.policy.fleet.profile import Promise
 from tests.policy.fleet.test_footprint import LARGE
+from tests.policy.fleet.test_stage_sizes import SPLIT
 
 BIG = "big"
 ENGINE = EngineConfig(max_batch_tokens=4096, max_seqs=256)
@@ -42,7 +43,7 @@ def catalog(
     registry: Registry, budget_bytes: int | None = None, engine: EngineConfig = ENGINE, **config: int
 ) -> Catalog:
     configs = {BIG: ModelConfig(**config)} if config else {}
-    return Catalog(registry, configs, engine, 300.0, kind="cuda", budget_bytes=budget_bytes)
+    return Catalog(registry, configs, engine, 300.0, pool="cuda", budget_bytes=budget_bytes)
 
 
 def cuts(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -62,7 +63,7 @@ def test_settings_of_a_model_that_is_not_deployed_are_refused_with_the_nearest_n
 ) -> None:
     catalog(registry, FITTING_BYTES, context=64).check_settings()
     configs = {"bgi": ModelConfig(pinned=True), BIG: ModelConfig()}
-    wrong = Catalog(registry, configs, ENGINE, 300.0, kind="cuda", budget_bytes=FITTING_BYTES)
+    wrong = Catalog(registry, configs, ENGINE, 300.0, pool="cuda", budget_bytes=FITTING_BYTES)
     with pytest.raises(ConfigError, match=r"\[models\.bgi\] .*did you mean `big`\?"):
         wrong.check_settings()
 
@@ -85,10 +86,25 @@ def test_a_context_is_cut_to_the_budget_and_that_is_said_once(
     assert line == f"context_cut model=big context={entry.max_context} made_for=8192 budget={TIGHT_BYTES}"
 
 
+def test_a_context_that_no_worker_can_hold_is_fitted_to_the_fewest_stages(registry: Registry) -> None:
+    registry.add(Deployed("split", "hf:a/c", "/models/split", "/models/split", "other", SPLIT, 1.0))
+    small = catalog(registry, 12 << 30)
+    entry = small.find("split")
+    sizes = entry.profile.stages["cuda"]
+    assert entry.profile.footprints["cuda"].least_bytes > 12 << 30
+    assert sizes.context_blocks == -(-entry.max_context // 16)
+    assert entry.max_context > 2048
+    shares = small.view(entry).stages
+    assert (len(shares), sum(shares)) == (2, 32)
+    assert small.view(small.find(BIG)).stages == ()
+    large = catalog(registry, FITTING_BYTES)
+    assert large.view(large.find("split")).stages == ()
+
+
 def test_where_models_take_turns_a_cut_context_leaves_room_for_what_others_keep(registry: Registry) -> None:
     alone = catalog(registry, TIGHT_BYTES).find(BIG)
     beside = Catalog(
-        registry, {}, ENGINE, 300.0, kind="cuda", budget_bytes=TIGHT_BYTES, takes_turns=True
+        registry, {}, ENGINE, 300.0, pool="cuda", budget_bytes=TIGHT_BYTES, takes_turns=True
     ).find(BIG)
     assert 2048 <= beside.max_context < alone.max_context
     promises = Promises(TIGHT_BYTES)
@@ -271,20 +287,61 @@ def test_a_model_has_a_footprint_for_every_kind_of_device_in_the_cluster(registr
     (changed,) = mixed.fit("cpu", 100 << 30)
     assert set(changed.profile.footprints) == {"cuda", "cpu"}
     assert (changed.max_context, changed.limits) == (before.max_context, before.limits)
-    assert changed.limits == changed.limits_by_kind["cuda"]
-    assert changed.limits_by_kind["cpu"] != changed.limits
+    assert changed.limits == changed.limits_by_pool["cuda"]
+    assert changed.limits_by_pool["cpu"] != changed.limits
     worker = WorkerId("gpu-2/w0")
     order = mixed.host_order(LoadModel(ModelId(BIG), worker, 1, 2), 1, "cpu")
-    assert (order.where, order.limits) == ("hearth://digest", changed.limits_by_kind["cpu"])
+    assert (order.where, order.limits) == ("hearth://digest", changed.limits_by_pool["cpu"])
     (prepared,) = mixed.prepare_orders(NodeId("gpu-2"), "cpu")
     assert prepared.where == "hearth://digest"
-    assert mixed.places() == {"digest": "/models/big"}
 
 
 def test_a_head_without_workers_takes_the_first_kind_that_joins(registry: Registry) -> None:
-    served = Catalog(registry, {}, ENGINE, 300.0, kind=None)
+    served = Catalog(registry, {}, ENGINE, 300.0, pool=None)
     assert served.kind == "cpu"
     served.fit("cuda", TIGHT_BYTES)
     assert served.kind == "cuda"
     assert set(served.find(BIG).profile.footprints) == {"cuda"}
     assert served.find(BIG).max_context < LARGE.max_positions
+
+
+def test_a_model_has_footprints_only_for_nodes_that_have_all_its_labels(registry: Registry) -> None:
+    configs = {BIG: ModelConfig(labels=("zone=a", "disk=ssd"))}
+    served = Catalog(registry, configs, ENGINE, 300.0, "cuda", FITTING_BYTES)
+    assert served.find(BIG).profile.footprints == {}
+    assert served.fit("cuda zone=a", FITTING_BYTES) == [], "disk=ssd is missing"
+    assert served.prepare_orders(LOCAL, "cuda zone=a") == []
+    (changed,) = served.fit("cuda disk=ssd zone=a", TIGHT_BYTES)
+    assert set(changed.profile.footprints) == {"cuda disk=ssd zone=a"}
+    assert changed.max_context < LARGE.max_positions, "fitted to where it may run"
+    assert len(served.prepare_orders(LOCAL, "cuda disk=ssd zone=a")) == 1
+
+
+def test_the_context_is_fitted_to_the_first_devices_that_hold_the_model(registry: Registry) -> None:
+    served = catalog(registry, 1 << 30)
+    assert served.find(BIG).is_cut
+    served.fit("cuda gpu=h200", FITTING_BYTES)
+    entry = served.find(BIG)
+    assert (entry.max_context, entry.fitted_to) == (LARGE.max_positions, "cuda gpu=h200")
+    served.fit("cuda gpu=l40s", TIGHT_BYTES)
+    assert served.find(BIG).max_context == LARGE.max_positions, "a node that joins later cuts no context"
+
+
+def test_devices_on_which_a_model_exceeds_its_ceiling_are_left_out(registry: Registry) -> None:
+    """The model is widened on a CPU, where it takes twice as much."""
+    served = catalog(registry, memory_ceiling_bytes=TIGHT_BYTES)
+    served.fit("cuda", FITTING_BYTES)
+    served.fit("cpu", 100 << 30)
+    assert set(served.find(BIG).profile.footprints) == {"cuda"}
+
+
+def test_in_a_mixed_cluster_models_and_adapters_are_converted_for_gpus_and_run_on_both(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry.add(ADAPTER)
+    registry.add(replace(ADAPTER, name="wide", facts=replace(ADAPTER.facts, dtype="float32")))
+    mixed = Catalog(registry, {}, ENGINE, 300.0, "cpu", 100 << 30)
+    assert (mixed.kind, [one.name for one in mixed.adapters()]) == ("cpu", ["shop", "wide"])
+    mixed.fit("cuda gpu=h200", FITTING_BYTES)
+    assert (mixed.kind, [one.name for one in mixed.adapters()]) == ("cuda", ["shop"])
+    assert "adapter_unfit adapter=wide" in caplog.text

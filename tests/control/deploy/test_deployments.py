@@ -26,12 +26,13 @@ from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.views import ModelView, UpstreamView
+from hearth.control.requests.caller import OPERATOR
 from hearth.control.snapshots import Snapshots
 from hearth.core.config import HearthConfig, ModelConfig
-from hearth.core.errors import ConfigError, HasAdapters, NameTaken, StoreError, UnknownModel
+from hearth.core.errors import ConfigError, HasAdapters, NameTaken, RequestError, StoreError, UnknownModel
 from hearth.core.messages import AdapterOrder
-from hearth.core.types import AdapterId, ModelId
-from hearth.policy.fleet.events import BrainConfig
+from hearth.core.types import AdapterId, Digest, ModelId, WorkerId
+from hearth.policy.fleet.events import BrainConfig, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.format.convert import convert
@@ -317,12 +318,13 @@ def test_of_two_deployments_of_a_name_at_once_one_is_refused_and_leaves_nothing(
     data_dir: DataDir, checkpoint: Path
 ) -> None:
     async def scene(rig: DeploymentsRig) -> None:
-        outcomes = await asyncio.gather(
-            *(rig.deploy(checkpoint, "tiny") for _ in range(2)), return_exceptions=True
-        )
-        (view,) = [one for one in outcomes if isinstance(one, ModelView)]
-        assert [type(one) for one in outcomes if one is not view] == [NameTaken]
-        assert list(data_dir.models_path.iterdir()) == [Path(view.where)]
+        events = rig.deployments.deploy(DeployOrder(str(checkpoint), "tiny"))
+        await anext(events)  # it has seen that the name is free
+        first = made(data_dir, checkpoint, "tiny")
+        with pytest.raises(NameTaken):
+            _ = [event async for event in events]
+        assert rig.deployments.find("tiny").deployed == first
+        assert list(data_dir.models_path.iterdir()) == [Path(first.directory)]
 
     with_shop(data_dir, scene)
 
@@ -430,6 +432,25 @@ def test_a_base_that_changes_keeps_its_adapters_and_warns_of_them(
     with_shop(data_dir, scene)
 
 
+@pytest.mark.e2e
+def test_a_model_that_no_node_may_run_is_deployed_with_a_warning(data_dir: DataDir, converted: Path) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
+        rig.driver.post(WorkerJoined(rig.driver.now_s, WorkerId("w0"), "cpu", 1 << 40))
+        order = DeployOrder(str(converted), "tiny", labels=("zone=a", "disk=ssd"))
+        *_, deployed = [event async for event in rig.deployments.deploy(order)]
+        shown = await rig.deployments.show("tiny", OPERATOR, look=False)
+        for view in (deployed, shown):
+            assert isinstance(view, ModelView)
+            assert view.labels == ("zone=a", "disk=ssd", "gpu=l4"), "also those of its settings"
+            assert view.warning is not None
+            assert "needs nodes labelled zone=a, disk=ssd, gpu=l4, which `cpu` is not" in view.warning
+        for wrong in ("zone", "zone = a", "=a"):
+            with pytest.raises(RequestError, match=f"KEY=VALUE without spaces, .* given: '{wrong}'"):
+                await anext(rig.deployments.deploy(replace(order, name="other", labels=(wrong,))))
+
+    with_shop(data_dir, scene, {"tiny": ModelConfig(labels=("gpu=l4", "zone=a"))})
+
+
 def test_a_base_goes_with_its_adapters_and_their_files_and_memory(
     data_dir: DataDir, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +516,29 @@ def test_files_stay_for_requests_that_run_when_their_model_or_adapter_is_removed
         await asyncio.gather(*clearing)
         left = {Path(base.directory)} if removed == "shop" else set()
         assert set(data_dir.models_path.iterdir()) == left
+
+    with_shop(data_dir, scene)
+
+
+@pytest.mark.e2e
+def test_a_replaced_version_stays_known_until_its_requests_have_ended(
+    data_dir: DataDir, checkpoint: Path
+) -> None:
+    old = made(data_dir, checkpoint, "tiny")
+
+    async def scene(rig: DeploymentsRig) -> None:
+        told: list[dict[Digest, str]] = []
+        rig.deployments.tell_nodes = lambda: told.append(rig.deployments.places())
+        requests, tokenizer = rig.driver.requests, Tokenizer.load(Path(old.directory))
+        running = request_of(tokenizer, "mine", ModelId("tiny"))
+        requests.add(running)
+        new = await rig.deploy(checkpoint, "tiny", quant="int8", overwrite=True)
+        now = {Digest(new.digest): new.where}
+        assert rig.deployments.places() == now | {Digest(old.digest): old.where}
+        clearing = list(rig.deployments._clearing)
+        requests.end(running)
+        await asyncio.gather(*clearing)
+        assert told[-1] == rig.deployments.places() == now
 
     with_shop(data_dir, scene)
 

@@ -131,6 +131,18 @@ def test_models_that_were_deployed_when_there_were_no_slots_get_theirs(data_dir:
         assert registry.space_slots() == {"tiny": 0, "Other-1.0": 3}
 
 
+def test_labels_are_kept_and_a_registry_without_them_gets_them(data_dir: DataDir) -> None:
+    labelled = replace(OTHER, labels=("zone=a", "disk=ssd"))
+    with Registry(data_dir) as registry:
+        registry.add(TINY)
+    with closing(sqlite3.connect(data_dir.registry_path)) as connection:
+        connection.execute("alter table models drop column labels")
+        connection.commit()
+    with Registry(data_dir) as registry:
+        registry.add(labelled)
+        assert registry.all() == [labelled, TINY]
+
+
 def test_models_beyond_all_slots_have_none(data_dir: DataDir) -> None:
     with Registry(data_dir) as registry:
         with registry.transaction():

@@ -113,6 +113,16 @@ def test_a_request_is_told_in_whose_step_its_worker_was_lost_and_whether_that_co
     assert f"worker_lost worker=w0 model=b reason=`{hung}`" in caplog.messages
 
 
+def test_only_a_worker_that_is_lost_by_itself_is_an_error(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    scene.observer.observe(events.WorkerLost(1.0, W0, reason="was stopped", is_with_node=True), [])
+    scene.observer.observe(events.WorkerLost(2.0, W1), [])
+    levels = [one.levelname for one in caplog.records if one.message.startswith("worker_lost")]
+    assert levels == ["INFO", "ERROR"]
+
+
 def test_a_worker_that_leaves_because_the_service_ends_is_not_lost(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,10 +84,10 @@ def test_cached_tokens_are_those_of_the_first_admission_on_the_first_worker(toke
     requests, (admitted, lost) = added(tokenizer, A, A)
     for request in (admitted, lost):
         requests.start_run(request, W0)
-    admitted.admitted(3)
-    admitted.admitted(9)  # after a preemption
+    admitted.admitted(0.0, 3)
+    admitted.admitted(0.0, 9)  # after a preemption
     requests.detach(W0)
     for request in (admitted, lost):
         requests.start_run(request, W1)
-        request.admitted(5)
+        request.admitted(0.0, 5)
     assert (admitted.stream.num_cached_tokens, lost.stream.num_cached_tokens) == (3, 0)

@@ -20,7 +20,7 @@ from hearth.control.requests.generation import AnswerStream
 from hearth.core import wire
 from hearth.core.messages import Fact, HostingFailed, RunFailed, StepDone
 from hearth.core.types import FinishReason, ModelId, PromptReading, RequestId, SamplingParams, WorkerId
-from hearth.node.worker_link import WorkerLink
+from hearth.node.link import WorkerLink
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import TextDelta, Transcript
 

@@ -102,8 +102,9 @@ class Emission:
 class FakeDevice:
     """Executes plans and copies in order. Mutable; written only by `run` and `copy`."""
 
-    def __init__(self, book: BlockBook) -> None:
+    def __init__(self, book: BlockBook, *, is_pipeline: bool = False) -> None:
         self.book = book  #: only what it has may be touched
+        self.is_pipeline = is_pipeline  #: the first stage knows a token when its step is committed
         self.nan_token: int | None = None  #: its KV is NaN, and so are the logits of all that read it
         self.salts: dict[RequestId, bytes] = {}
         self.memory: dict[tuple[int, int], Cell] = {}
@@ -185,8 +186,13 @@ class FakeDevice:
     def _sample(self, row: Row) -> int:
         salt = self.salts[row.request_id]
         token = next_token(salt, [cell.token for cell in self._read(row)], row.mask, row.adapter)
-        self.slot_tokens[row.slot] = token
+        if not self.is_pipeline:
+            self.slot_tokens[row.slot] = token
         return token
+
+    def take_tokens(self, step: StepInFlight) -> None:
+        slots = [row.slot for row in step.plan.rows if row.samples]
+        self.slot_tokens.update(zip(slots, step.tokens, strict=True))
 
     def _address(self, slot: int, position: int) -> tuple[int, int]:
         block_tokens = self.book.block_tokens
@@ -198,11 +204,11 @@ class FakeDevice:
 class Loop:
     """A step loop around the batcher that checks all that must hold at any time."""
 
-    def __init__(self, limits: BatchLimits, book: BlockBook) -> None:
+    def __init__(self, limits: BatchLimits, book: BlockBook, num_flights: int | None = None) -> None:
         self.limits = limits
         self.max_prompt_tokens: int | None = None  #: beside those that decode, for all plans from now on
-        self.batcher = Batcher(limits, book)
-        self.device = FakeDevice(book)
+        self.batcher = Batcher(limits, book, num_flights)
+        self.device = FakeDevice(book, is_pipeline=num_flights is not None)
         self.in_flight: deque[StepInFlight] = deque()
         #: Whose the rows of each of them are: by now an id may have another owner.
         self.owners: deque[dict[RequestId, EngineRequest]] = deque()
@@ -239,6 +245,9 @@ class Loop:
         assert is_decode == sorted(is_decode, reverse=True)
         assert all(row.samples for row in plan.rows[:-1])
         self._check_prompts(plan, midway)
+        if self.device.is_pipeline:
+            others = {slot for step in self.in_flight for slot in step.plan.decode.slots}
+            assert others.isdisjoint(plan.decode.slots), "its last token is not known"
         self.in_flight.append(self.device.run(plan))
         self.owners.append({row.request_id: self.live[row.request_id] for row in plan.rows})
         return plan
@@ -267,6 +276,8 @@ class Loop:
 
     def commit(self) -> list[Emission]:
         step, owners = self.in_flight.popleft(), self.owners.popleft()
+        if self.device.is_pipeline:
+            self.device.take_tokens(step)
         for row in step.plan.prompts:
             is_late = self.live.get(row.request_id) is not owners[row.request_id]
             if row.reading is not None and not is_late:
@@ -334,13 +345,13 @@ class Loop:
 
     def step(self) -> StepPlan | None:
         """One turn of the live loop: plan ahead, then commit what came before."""
-        if len(self.in_flight) == 2:
+        if len(self.in_flight) == self.batcher.max_in_flight:
             self.commit()
         is_idle = not self.in_flight
         plan, blocks = self.launch(), self.batcher.blocks
         is_starved = blocks.num_blocks < blocks.floor_blocks
         assert plan or not is_idle or not self.live or is_starved, "nothing in flight and nothing to do"
-        if len(self.in_flight) == 2 or (plan is None and self.in_flight):
+        if len(self.in_flight) == self.batcher.max_in_flight or (plan is None and self.in_flight):
             self.commit()
         return plan
 
@@ -404,9 +415,10 @@ def loop(
     num_blocks: int = 65,
     block_tokens: int = 4,
     step_sizes: tuple[int, ...] = (),
+    num_flights: int | None = None,
 ) -> Loop:
     limits = BatchLimits(max_batch_tokens, max_seqs, max_context, step_sizes)
-    return Loop(limits, BlockBook.fixed(num_blocks, block_tokens))
+    return Loop(limits, BlockBook.fixed(num_blocks, block_tokens), num_flights)
 
 
 def request(
@@ -516,7 +528,7 @@ class Driven(RuleBasedStateMachine):
     def limit_prompts(self, max_prompt_tokens: int | None) -> None:
         self.engine.max_prompt_tokens = max_prompt_tokens
 
-    @precondition(lambda self: len(self.engine.in_flight) < 2)
+    @precondition(lambda self: len(self.engine.in_flight) < self.engine.batcher.max_in_flight)
     @rule()
     def launch(self) -> None:
         self.engine.launch()

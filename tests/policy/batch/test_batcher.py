@@ -378,6 +378,37 @@ def test_newcomers_are_planned_once_nothing_is_left_to_launch_for_their_first_to
     assert not batcher.newcomers_are_planned
 
 
+def test_steps_of_a_pipeline_share_the_sequences() -> None:
+    engine = loop(num_flights=2)
+    for number in range(5):
+        engine.add(request(str(number), [number, 1], max_tokens=6))
+    assert names(launched(engine)) == ["0", "1", "2", "3", "4"]
+    assert engine.launch() is None  # no token is known
+    engine.commit()
+    assert names(launched(engine)) == ["0", "1", "2"]
+    assert names(launched(engine)) == ["3", "4"]
+    engine.commit()
+    assert names(launched(engine)) == ["0", "1", "2"]
+    engine.drain()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_pieces"), [(600, 3), (150, 2), (90, 1)])
+def test_a_prompt_is_cut_so_that_every_stage_has_a_piece(num_tokens: int, num_pieces: int) -> None:
+    engine = loop(num_blocks=200, max_context=1000, max_batch_tokens=1000, num_flights=3)
+    engine.batcher.add(request("a", [1] * num_tokens))
+    pieces = [0 if (plan := engine.batcher.plan()) is None else plan.num_prompt_tokens for _ in range(3)]
+    assert sum(pieces) == num_tokens
+    assert len([piece for piece in pieces if piece]) == num_pieces
+    assert max(pieces) <= max(128, 0.42 * num_tokens), "about equal"
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_a_pipeline() -> None:
+    engine = loop(num_flights=3, max_batch_tokens=4)
+    engine.add(request("a", range(10)))
+    assert [launched(engine).num_tokens for _ in range(3)] == [4, 4, 2]
+    engine.drain()
+
+
 def test_a_third_step_in_flight_is_our_bug() -> None:
     engine = loop()
     engine.add(request("a", [1], max_tokens=8))
@@ -1099,6 +1130,7 @@ class Schedules(Driven):
         spare_blocks=st.integers(0, 8),
         nan_token=st.none() | st.integers(0, VOCABULARY - 1),
         step_sizes=st.none() | st.sets(st.integers(1, 15)),
+        num_flights=st.none() | st.integers(1, 4),
     )
     def start(
         self,
@@ -1109,13 +1141,14 @@ class Schedules(Driven):
         spare_blocks: int,
         nan_token: int | None,
         step_sizes: set[int] | None,
+        num_flights: int | None,
     ) -> None:
         num_blocks = 1 + -(-13 // block_tokens) + spare_blocks
         sizes = (
             () if step_sizes is None else sorted(min(size, max_batch_tokens) for size in step_sizes | {16})
         )
         limits = BatchLimits(max_batch_tokens, max_seqs, max_context, tuple(sizes))
-        self.engine = Loop(limits, BlockBook.fixed(num_blocks, block_tokens))
+        self.engine = Loop(limits, BlockBook.fixed(num_blocks, block_tokens), num_flights)
         self.engine.device.nan_token = nan_token
         self.num_added = 0
 

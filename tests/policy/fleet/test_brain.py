@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from hearth.core.types import AdapterId, Hold, ModelId, RequestId, Rung, WorkerId
+from hearth.core.types import LOCAL, AdapterId, Hold, ModelId, NodeId, RequestId, Rung, WorkerId, node_of
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -27,6 +27,7 @@ from hearth.policy.fleet.events import (
     ModelReady,
     ModelRemoved,
     ModelStopped,
+    NodeDraining,
     Option,
     Reject,
     RejectReason,
@@ -47,6 +48,7 @@ from hearth.policy.fleet.failures import MAX_DELAY_S
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import ModelProfile, Promise
 from hearth.policy.fleet.residents import State, list_residents
+from hearth.policy.fleet.routing import explain_wait
 from tests.policy.fleet.world import profile
 
 A = TypeVar("A")
@@ -72,11 +74,16 @@ class Desk:
         return self._step(*(ModelDeployed(self.now_s, profile) for profile in profiles))
 
     def join(self, worker: str, budget_bytes: int = 100, kind: str = "cuda") -> list[Action]:
-        return self._step(WorkerJoined(self.now_s, WorkerId(worker), kind, budget_bytes, kind == "cuda"))
+        name = WorkerId(worker)
+        joined = WorkerJoined(self.now_s, name, kind, budget_bytes, kind == "cuda", node_of(name))
+        return self._step(joined)
 
     def lose(self, worker: str, culprit: str | None = None, *, has_answered: bool = False) -> list[Action]:
         model = None if culprit is None else ModelId(culprit)
         return self._step(WorkerLost(self.now_s, WorkerId(worker), model, has_answered))
+
+    def drain_node(self, node: str, *, undo: bool = False) -> list[Action]:
+        return self._step(NodeDraining(self.now_s, NodeId(node), not undo))
 
     def ask(
         self, request: str, model: str, keep_alive_s: float | None = None, adapter: str | None = None
@@ -173,6 +180,24 @@ def test_a_model_that_fits_no_worker_is_refused_at_once_with_the_numbers() -> No
     assert "100 bytes" in reject.message
 
 
+def test_a_model_that_only_other_nodes_may_run_is_refused_with_its_labels_and_theirs() -> None:
+    desk = Desk()
+    desk.join("w0")
+    desk.join("n1/w0", kind="cuda zone=b")
+    desk.deploy(replace(profile("a", kinds=()), labels=("zone=a",)))
+    (reject,) = of(Reject, desk.ask("r1", "a"))
+    assert reject.reason is RejectReason.NEVER_FITS
+    assert "needs nodes labelled zone=a, which `cuda` is not" in reject.message
+    assert "needs nodes labelled zone=a, which `cuda zone=b` is not" in reject.message
+    assert "start a node with such `cluster.labels`" in reject.message
+    desk.deploy(replace(profile("a", kinds=("cuda zone=a",)), labels=("zone=a",)))
+    desk.join("n2/w0", kind="cuda zone=a")
+    (sent,) = of(Dispatch, desk.ask("r2", "a"))
+    assert sent.worker == "n2/w0"
+    obstacles = [option.obstacle for option in sent.options if option.worker == "w0"]
+    assert obstacles == ["it needs nodes labelled zone=a, which `cuda` is not"]
+
+
 def test_a_request_waits_for_the_first_worker() -> None:
     desk = desk_with("a", workers=0)
     assert desk.ask("r1", "a") == [SetTimer(2.0)]
@@ -202,8 +227,6 @@ def test_all_requests_for_a_loading_model_share_one_load() -> None:
     (second,) = desk.ask("r2", "a")
     assert isinstance(second, Dispatch)
     assert (second.worker, second.why) == ("w1", Why.LOADING)
-    third = desk.ask("r3", "a")
-    assert third == [SetTimer(2.0)], "it is full, and no second load starts beside the first"
 
 
 def test_a_request_to_a_resident_idle_model_is_dispatched_in_the_same_turn() -> None:
@@ -214,14 +237,26 @@ def test_a_request_to_a_resident_idle_model_is_dispatched_in_the_same_turn() -> 
     assert dispatch.why is Why.RESIDENT
 
 
-def test_a_second_replica_comes_when_the_first_is_full_and_ready() -> None:
+def test_a_second_replica_comes_when_the_first_is_full_even_while_that_is_loading() -> None:
     desk = desk_with("a", workers=2)
     desk.ask("r1", "a")
     desk.ask("r2", "a")
-    desk.ask("r3", "a")
-    actions = desk.ready("a", "w1")
-    assert of(LoadModel, actions)[0].worker == "w2"
-    assert sent(actions) == {"r3": "w2"}
+    load, dispatch = desk.ask("r3", "a")
+    assert isinstance(load, LoadModel)
+    assert isinstance(dispatch, Dispatch)
+    assert (load.worker, dispatch.worker, dispatch.why) == ("w2", "w2", Why.DEMAND)
+
+
+def test_a_model_that_failed_is_loaded_once_at_a_time() -> None:
+    desk = desk_with("a", workers=3)
+    desk.ask("r1", "a")
+    desk.fail("a", "w1")
+    desk.now_s = MAX_DELAY_S
+    for number in range(2, 8):
+        desk.ask(f"r{number}", "a")
+    assert len(desk.states()) == 1
+    desk.ready("a", next(worker for _, worker in desk.states()))
+    assert len(desk.states()) == 2, "the worker where it failed is not tried while another serves it"
 
 
 def busy_twice(load_bytes_per_s: float) -> Desk:
@@ -292,6 +327,7 @@ def test_the_replica_with_the_shorter_queue_is_chosen() -> None:
         desk.ask(request, "a")
     desk.ready("a", "w1")
     desk.ready("a", "w2")
+    desk.now_s = 1.0
     desk.finish("r1")
     desk.finish("r2")
     assert sent(desk.ask("r4", "a")) == {"r4": "w1"}
@@ -477,9 +513,8 @@ def test_a_request_goes_to_the_replica_that_lost_nothing() -> None:
     for number in range(1, 4):
         desk.ask(f"r{number}", "a")
     desk.ready("a", "w1")
-    desk.now_s = 2.0
-    assert sent(desk.fire()) == {"r3": "w2"}
     desk.ready("a", "w2")
+    desk.now_s = 2.0
     for number in range(1, 4):
         desk.finish(f"r{number}")
     desk.has("w1", a=10)
@@ -719,7 +754,7 @@ def test_once_a_worker_is_drained_for_who_waits_others_may_have_room_elsewhere()
     desk.now_s = 2.0
     actions = desk.fire()
     (drain,) = desk.fleet.drains.values()
-    assert set(sent(actions).values()) == {"w1", "w2"} - {drain.worker.name}
+    assert set(sent(actions).values()) == {"w1", "w2"} - {drain.workers[0].name}
 
 
 def test_requests_wait_for_a_slot_in_order() -> None:
@@ -942,11 +977,65 @@ def test_only_the_oldest_replica_of_a_pinned_model_is_pinned() -> None:
     for number in range(3):
         desk.ask(f"r{number}", "a")
     desk.ready("a", "w2")
+    desk.now_s = 1.0
     for number in range(3):
         desk.finish(f"r{number}")
     assert desk.states() == {("a", "w1"): State.PINNED, ("a", "w2"): State.WARM}
     desk.lose("w1")
     assert desk.states() == {("a", "w2"): State.PINNED}
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_no_load_brings_a_model_more_than_its_most_replicas(most: int) -> None:
+    desk = Desk(BrainConfig(patience_s=0.0))
+    desk.deploy(profile("a", max_replicas=most))
+    for number in range(4):
+        desk.join(f"w{number}")
+    for number in range(20):
+        for load in of(LoadModel, desk.ask(f"r{number}", "a")):
+            desk.ready("a", load.worker)
+    assert len(desk.states()) == most
+    reason = explain_wait(desk.fleet, RequestId("r19"))
+    assert reason is not None
+    assert "all 2 slots are in use" in reason
+    desk.finish("r0")
+    (sent,) = of(Dispatch, desk.finish("r1"))
+    reasons = {
+        option.obstacle for option in sent.options if option.worker not in desk.fleet.models["a"].usable
+    }
+    assert reasons <= {f"has as many replicas as `max_replicas` allows: {most}"}
+
+
+def test_the_least_replicas_of_a_model_are_pinned_on_different_nodes_and_restored() -> None:
+    desk = Desk()
+    for worker in ("w0", "w1", "n1/w0", "n1/w1"):
+        desk.join(worker)
+    loads = of(LoadModel, desk.deploy(profile("a", min_replicas=2)))
+    assert len({node_of(load.worker) for load in loads}) == 2
+    for load in loads:
+        desk.ready("a", load.worker)
+    assert list(desk.states().values()) == [State.PINNED, State.PINNED]
+    desk.now_s += 100.0
+    (lost,) = [load.worker for load in loads if node_of(load.worker) == "n1"]
+    (load,) = of(LoadModel, desk.lose(lost))
+    assert node_of(load.worker) == "n1"
+    (load,) = of(LoadModel, desk.lose(load.worker))
+    assert node_of(load.worker) == LOCAL, "better beside the other than not at all"
+    assert of(LoadModel, desk.lose(load.worker)) == []
+
+
+def test_a_kept_replica_is_loaded_elsewhere_while_its_node_is_drained() -> None:
+    desk = Desk()
+    desk.deploy(profile("a", is_pinned=True))
+    desk.join("n1/w0")
+    desk.ready("a", "n1/w0")
+    desk.join("w0")
+    (load,) = of(LoadModel, desk.drain_node("n1"))
+    desk.ready("a", load.worker)
+    assert desk.states()["a", "w0"] is State.PINNED
+    assert desk.states()["a", "n1/w0"] is not State.PINNED
+    desk.drain_node("n1", undo=True)
+    assert desk.states() == {("a", "n1/w0"): State.PINNED, ("a", "w0"): State.WARM}
 
 
 def test_a_named_keep_alive_is_forgotten_when_the_model_has_left() -> None:
@@ -1143,7 +1232,7 @@ def test_a_request_ends_when_too_many_workers_were_lost_under_it() -> None:
 
 
 def test_a_failed_load_ends_its_requests_and_those_that_wait_for_the_model() -> None:
-    desk = desk_with("a", workers=2)
+    desk = desk_with("a", workers=1)
     for number in range(1, 4):
         desk.ask(f"r{number}", "a")
     rejects = of(Reject, desk.fail("a", "w1"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,3 +64,20 @@ def test_a_stopped_model_is_retained_or_freed_and_not_loaded_unasked(
             assert not is_freed
     if not has_waiting:
         assert name not in [action.model for action in actions if isinstance(action, LoadModel)]
+
+
+@given(CONFIGS, LONG_LIVES, st.sampled_from(MODELS))
+def test_a_model_leaves_only_workers_whose_footprint_has_changed(
+    config: BrainConfig, moves: Moves, name: ModelId
+) -> None:
+    world = played(config, moves)
+    model = world.fleet.models.get(name)
+    if model is None or model.profile is None:
+        return
+    before = [replica for replica in model.replicas.values() if not replica.is_leaving]
+    footprint = model.profile.footprints["cuda"]
+    footprints = {"cuda": footprint, "cuda zone=a": footprint}
+    stages = {kind: sizes for kind, sizes in model.profile.stages.items() if kind == "cuda"}
+    world.tell(ModelDeployed(world.now_s, replace(model.profile, footprints=footprints, stages=stages)))
+    for replica in before:
+        assert replica.is_stale is (replica.worker.kind == "cpu")

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import ModelId, Rung
-from hearth.policy.fleet.estimates import PRIOR_RUN_S, Estimates
+from hearth.policy.fleet.estimates import PRIOR_RUN_S, PRIOR_TOKEN_S, Estimates
+from hearth.policy.fleet.events import ComputedPrompt
 from hearth.policy.memory.reload_cost import ReloadCosts
 
 A, B = ModelId("a"), ModelId("b")
@@ -18,6 +19,17 @@ def test_a_model_that_has_not_run_is_taken_to_run_like_the_others() -> None:
     assert estimates.run_s(A) == PRIOR_RUN_S
     estimates.ran(B, 4.0)
     assert (estimates.run_s(A), estimates.run_s(B), estimates.run_s()) == (4.0, 4.0, 4.0)
+
+
+def test_the_time_of_prompts_is_learnt_from_long_ones() -> None:
+    estimates = Estimates(ReloadCosts(PRIORS))
+    assert estimates.prompt_s(A, 1000) == 1000 * PRIOR_TOKEN_S
+    estimates.computed(A, ComputedPrompt(10, 10.0))
+    assert estimates.prompt_s(A, 1000) == 1000 * PRIOR_TOKEN_S
+    estimates.computed(A, ComputedPrompt(1000, 2.0))
+    assert estimates.prompt_s(A, 500) == 1.0
+    estimates.forget(A)
+    assert estimates.prompt_s(A, 1000) == 1000 * PRIOR_TOKEN_S
 
 
 def test_loads_are_expected_from_the_brains_own_priors() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import msgspec
 from hypothesis import given
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
-from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.events import BrainConfig, Scaling
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.fleet_state import FleetState, restore, save
 from hearth.policy.fleet.ranking import Ranking, SizedRanking
@@ -22,7 +22,7 @@ from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played
 #: `Expiries`, `patient` and `reserving` may have entries that are out of date, and a drain may be looked at
 #: once more; victims that have left do not count.
 NOT_COMPARED = {
-    *("expiries", "expiry_entry_s", "patient", "reserving", "victims"),
+    *("expiries", "expiry_entry_s", "_newly_queued", "patient", "reserving", "victims"),
     *("changed_drains", "done_drains", "_drains_by_model"),
 }
 
@@ -32,10 +32,11 @@ def encoded(fleet: Fleet) -> FleetState:
     return msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(save(fleet)))), FleetState)
 
 
-@given(CONFIGS, LONG_LIVES, st.integers(0, 200))
+@given(CONFIGS, LONG_LIVES, st.integers(0, 200), st.booleans())
 def test_a_restored_fleet_is_the_same_and_decides_the_same(
-    config: BrainConfig, moves: Moves, num_before: int
+    config: BrainConfig, moves: Moves, num_before: int, scales: bool
 ) -> None:
+    config = replace(config, scaling=Scaling(1.0, 3.0, 1) if scales else None)
     world = played(config, moves)
     fleet = Fleet(config)
     for event in world.events[:num_before]:
@@ -56,7 +57,11 @@ def values(value: object, seen: set[int] | None = None, path: str = "fleet") -> 
             return
         seen.add(id(value))
     if isinstance(value, dict):
-        in_order = {} if any(isinstance(key, Replica) for key in value) else dict(sorted(value.items()))
+        in_order = (
+            {}
+            if any(isinstance(key, Replica) for key in value)
+            else dict(sorted(value.items(), key=lambda item: str(item[0])))
+        )
         for key, held in in_order.items():
             yield from values(held, seen, f"{path}[{key}]")
         yield f"len({path})", len(value)

@@ -63,15 +63,6 @@ LARGE = Facts(
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    (directory / "tokenizer.json").write_text(
-        '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
-    )
-    return Tokenizer.load(directory)
-
-
 def facts(name: str, dtype: str, quant: str, tokenizer: Tokenizer) -> Facts:
     arch = read_arch(build(name).directory)
     return facts_of(Manifest.of(arch, dtype, quant, (), 4096, {}), tokenizer)

@@ -36,7 +36,7 @@ def test_every_warm_replica_expires_in_its_order_and_no_other(
         replicas[at].hold, replicas[at].idle_since_s = hold, idle_since_s
         expiries.put(replicas[at])
     warm = [replica for replica in replicas if replica.hold is Hold.WARM]
-    assert expiries.next_s() == min((replica.expires_s for replica in warm), default=math.inf)
+    assert expiries.next_s(math.inf) == min((replica.expires_s for replica in warm), default=None)
     due = []
     while (replica := expiries.pop_due(now_s)) is not None:
         assert replica.hold is Hold.WARM
@@ -46,7 +46,8 @@ def test_every_warm_replica_expires_in_its_order_and_no_other(
     expired = [replica for replica in warm if replica.expires_s <= now_s]
     assert due == sorted(expired, key=lambda replica: (replica.expires_s, replica.number))
     rest_s = (replica.expires_s for replica in replicas if replica.hold is Hold.WARM)
-    assert expiries.next_s() == min(rest_s, default=math.inf)
+    assert expiries.next_s(math.inf) == min(rest_s, default=None)
+    assert expiries.next_s(now_s) is None
 
 
 def test_a_replica_that_was_used_again_expires_after_those_that_were_not() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import ModelId, RequestId, WorkerId
-from hearth.policy.fleet.capacity import Promises
+from hearth.policy.fleet.capacity import FleetCapacity, Promises
 from hearth.policy.fleet.events import RequestArrived
 from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.queues import RequestQueues
@@ -39,6 +39,7 @@ def change(
         event = RequestArrived(now_s, request_id, ModelId("a"), 1, None, is_batch=is_batch)
         request = queues.accept(event, models[at % len(models)], now_s)
         queues.enqueue(request, now_s, 0)
+        queues.line_up(request.model)
         requests[request] = True
         return
     chosen = [one for one, is_waiting in requests.items() if is_waiting is (kind == "start") or kind == "end"]
@@ -47,6 +48,7 @@ def change(
     request = chosen[at % len(chosen)]
     if kind == "requeue":
         queues.enqueue(request, now_s, 0)
+        queues.line_up(request.model)
         requests[request] = True
         return
     if requests[request]:
@@ -64,12 +66,13 @@ def came_s(request: Request) -> tuple[float, int]:
 
 
 def test_a_batch_request_that_waits_again_is_patient_until_its_line_and_no_longer() -> None:
-    queues, (model, _) = RequestQueues(PATIENCE_S), new_models()
+    queues, (model, _) = RequestQueues(PATIENCE_S, FleetCapacity()), new_models()
     event = RequestArrived(0.0, RequestId("r"), model.name, 1, None, is_batch=True)
     request = queues.accept(event, model, now_s=0.0)
     for queued_s, expected_s in ((0.0, 30.0), (20.0, 30.0), (40.0, 40.0 + PATIENCE_S)):
         queues.enqueue(request, queued_s, 0)
-        assert queues.next_overdue_s(queued_s) == expected_s
+        queues.line_up(model)
+        assert queues.next_overdue_s(queued_s, math.inf) == expected_s
         queues.dequeue(request)
         queues.line_up(model)
 
@@ -78,7 +81,7 @@ def test_a_batch_request_that_waits_again_is_patient_until_its_line_and_no_longe
 def test_models_stand_in_the_order_of_their_first_request(
     changes: list[tuple[str, int]], now_s: float
 ) -> None:
-    queues, models = RequestQueues(PATIENCE_S), new_models()
+    queues, models = RequestQueues(PATIENCE_S, FleetCapacity()), new_models()
     requests: dict[Request, bool] = {}
     for kind, at in changes:
         change(queues, models, requests, kind, at)
@@ -91,5 +94,7 @@ def test_models_stand_in_the_order_of_their_first_request(
     for model in models:
         assert list(model.waiting.values()) == [request for request in waiting if request.model is model]
     ends_s = [max(came_s(one)[0], one.queued_s + PATIENCE_S) for one in waiting]
-    expected_s = min((end_s for end_s in ends_s if end_s > now_s), default=math.inf)
-    assert queues.next_overdue_s(now_s) == expected_s
+    expected_s = min((end_s for end_s in ends_s if end_s > now_s), default=None)
+    assert queues.next_overdue_s(now_s, math.inf) == expected_s
+    if expected_s is not None:
+        assert queues.next_overdue_s(now_s, math.nextafter(expected_s, 0.0)) is None

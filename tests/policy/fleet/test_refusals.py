@@ -19,14 +19,14 @@ from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played
 def test_a_reason_is_given_exactly_if_there_is_one(config: BrainConfig, moves: Moves) -> None:
     fleet = played(config, moves).fleet
     for model in fleet.models.values():
-        if model.profile is None:
+        if model.profile is None or fleet.capacity.must_stage(model.profile):
             continue
         needs = model.profile.footprints
-        workers = list(fleet.workers.values())
+        workers = [one for one in fleet.workers.values() if one.kind in needs]
         fits = [needs[one.kind].least_bytes <= one.promises.budget_bytes for one in workers]
         open_ = [one for one in workers if not one.is_draining]
         could = [one.promises.has_room(needs[one.kind], Hold.BUSY) for one in open_]
-        is_early = not workers or bool(fleet.draining)
+        is_early = not fleet.workers or bool(fleet.draining)
         assert (explain_misfit(fleet, model.profile) is None) == (any(fits) or is_early)
         assert (explain_pinned_out(fleet, model.profile) is None) == any(could)
         for worker in workers:

@@ -70,7 +70,9 @@ def check_plan(worker: Worker, plan: EvictionPlan, spare_bytes: int, need_bytes:
 def test_of_equal_sizes_the_cheapest_go(replicas: list[tuple[int, Hold, int]], data: st.DataObject) -> None:
     worker = hosting(replicas, 0)
     costs = [float(cost) for _, _, cost in replicas]
-    victims = [Victim(one, cost) for one, cost in zip(worker.replicas.values(), costs, strict=True)]
+    victims = [
+        Victim(one, cost, one.promise) for one, cost in zip(worker.replicas.values(), costs, strict=True)
+    ]
     num_needed = data.draw(st.integers(0, len(replicas)))
     chosen = choose_fewest(
         worker.promises, victims, lambda left: left.has_room(Footprint(10 * num_needed, 0, 0))

@@ -11,6 +11,7 @@ from hearth.core.types import AdapterId, Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     BrainConfig,
+    ComputedPrompt,
     End,
     LoadModel,
     ModelDeployed,
@@ -19,9 +20,12 @@ from hearth.policy.fleet.events import (
     RequestFinished,
     WantedAdapter,
     WorkerJoined,
+    WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import MAX_KNOWN, KnownAdapters, Request
+from hearth.policy.fleet.prefixes import PREFIX_TOKENS, KnownPrefixes, count_tokens, digest_prefixes
+from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.policy.fleet.records import MAX_KNOWN, KnownAdapters, Replica, Request
 from hearth.policy.fleet.reserved_workers import MAX_OPTIONS
 from hearth.policy.fleet.routing import choose_replica, has_untried_place, routing_cost
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played, profile
@@ -104,6 +108,97 @@ def test_a_request_goes_where_its_adapter_is_unless_another_replica_saves_more_t
         assert all(best_s + load_s <= one_s + 1e-9 for one_s in having_s)
 
 
+PREFIXES = digest_prefixes(range(4000), bytes(32), "a")
+
+
+@given(
+    st.integers(1, 12), st.lists(st.integers(0, len(PREFIXES)), min_size=3, max_size=3), st.floats(0.0, 1.0)
+)
+def test_a_request_goes_where_its_prompt_is_cached_unless_another_replica_saves_more_than_that(
+    num_ended: int, num_known: list[int], prompt_s: float
+) -> None:
+    fleet = busy_fleet(num_ended)
+    model, num_tokens = fleet.models[ModelId("a")], count_tokens(len(PREFIXES))
+    fleet.estimates.computed(model.name, ComputedPrompt(num_tokens, prompt_s))
+    missing_s = {}
+    for number, num_digests in enumerate(num_known):
+        replica = model.replicas[WorkerId(f"w{number}")]
+        replica.prefixes.use(PREFIXES[:num_digests])
+        missing_s[replica.worker.name] = prompt_s * (1 - count_tokens(num_digests) / num_tokens)
+    bare = Request(RequestId("r"), model, number=10_000, keep_alive_s=None, digest="")
+    chosen_bare, chosen = choose_replica(fleet, bare), choose_replica(fleet, replace(bare, prefixes=PREFIXES))
+    assert chosen is not None
+    assert chosen_bare is not None
+    cost_s = {one.worker: one.cost_s for one in chosen_bare.options if one.obstacle is None}
+    best_s = min(cost_s[name] + missing_s[name] for name in cost_s)
+    taken = chosen.replica.worker.name
+    assert abs(cost_s[taken] + missing_s[taken] - best_s) < 1e-9
+    shown = {one.worker: one.cached_tokens for one in chosen.options if one.obstacle is None}
+    assert shown == {name: count_tokens(num_known[int(name[1:])]) for name in cost_s}
+
+
+def test_a_request_leaves_a_busy_replica_for_an_idle_one_if_the_queue_costs_more_than_the_prompt() -> None:
+    fleet = busy_fleet(7, num_workers=2)  # w0 is idle, w1 runs one of four requests: 0.25 s
+    model = fleet.models[ModelId("a")]
+    idle, busy = model.replicas[WorkerId("w0")], model.replicas[WorkerId("w1")]
+    assert (len(idle.running), len(busy.running)) == (0, 1)
+    busy.prefixes.use(PREFIXES)
+    request = Request(RequestId("r"), model, 10_000, None, digest="", prefixes=PREFIXES)
+
+    def choose(prompt_s: float) -> Replica | None:
+        prompt = ComputedPrompt(count_tokens(len(PREFIXES)), prompt_s)
+        fleet.estimates.token_s_by_model.clear()
+        fleet.estimates.computed(model.name, prompt)
+        chosen = choose_replica(fleet, request)
+        return None if chosen is None else chosen.replica
+
+    assert choose(0.2) is idle
+    assert choose(0.3) is busy
+
+
+def test_the_longest_cached_prefix_is_looked_at_however_many_replicas_share_a_system_prompt() -> None:
+    num_workers = 2 * MAX_OPTIONS
+    fleet = busy_fleet(0, num_workers)
+    model = fleet.models[ModelId("a")]
+    idle, *others = model.replicas.values()
+    for replica in (idle, *others):
+        running = list(replica.running)
+        for request_id in running if replica is idle else running[:1]:
+            step(fleet, RequestFinished(1.0, request_id, 5, End.DONE))
+        replica.prefixes.use(PREFIXES[: 1 if replica is idle else 2])
+    others[-1].prefixes.use(PREFIXES)
+    request = Request(RequestId("r"), model, 10_000, None, digest="", prefixes=PREFIXES)
+    fleet.estimates.token_s_by_model[model.name] = 1.0
+    long = choose_replica(fleet, request)
+    fleet.estimates.token_s_by_model[model.name] = 1e-9
+    short = choose_replica(fleet, request)
+
+    assert long is not None
+    assert short is not None
+    assert (long.replica, short.replica) == (others[-1], idle)
+    assert len(long.options) <= MAX_OPTIONS
+
+
+def test_a_replica_remembers_as_much_as_its_kv_can_hold_and_its_successor_nothing() -> None:
+    fleet, model = Fleet(BrainConfig()), ModelId("a")
+    footprint = Footprint(10, 10, 90 * PREFIX_TOKENS, kv_token_bytes=10)
+    step(fleet, ModelDeployed(0.0, ModelProfile(model, 10, {"cuda": footprint}, 60.0)))
+
+    def serve(worker: str) -> KnownPrefixes:
+        step(fleet, WorkerJoined(0.0, WorkerId(worker), "cuda", 1 << 30))
+        request_id = RequestId(f"r-{worker}")
+        step(fleet, RequestArrived(0.0, request_id, model, 4000, None, prefixes=PREFIXES))
+        step(fleet, ModelReady(0.0, WorkerId(worker), model, (), 1.0))
+        step(fleet, RequestFinished(1.0, request_id, 5, End.DONE))
+        return fleet.models[model].replicas[WorkerId(worker)].prefixes
+
+    assert serve("w0").count_cached(PREFIXES) == count_tokens(9)
+    step(fleet, WorkerLost(2.0, WorkerId("w0")))
+    step(fleet, WorkerJoined(2.0, WorkerId("w1"), "cuda", 1 << 30))
+    step(fleet, RequestArrived(2.0, RequestId("next"), model, 4000, None))
+    assert not fleet.models[model].replicas[WorkerId("w1")].prefixes.used
+
+
 def test_an_idle_replica_is_looked_at_however_many_have_the_adapter_and_the_other_way_round() -> None:
     num_workers = 2 * MAX_OPTIONS
     fleet, small = busy_fleet(0, num_workers), WantedAdapter(AdapterId("small"), 1)
@@ -146,13 +241,16 @@ def test_a_model_has_an_untried_place_only_where_it_has_not_failed_and_idle_mode
         if model.profile is None or others:
             assert not has_untried_place(fleet, model)
             continue
+        if fleet.capacity.must_stage(model.profile):
+            continue
         footprints, is_pinned = model.profile.footprints, model.profile.is_pinned
         most, takes_turns = Hold.RETAINED if is_pinned else Hold.WARM, config.takes_turns and not is_pinned
         untried = [
             worker.promises.has_room(footprints[worker.kind], most)
             or (takes_turns and worker.promises.can_take_turns(footprints[worker.kind], Hold.WARM))
             for worker in fleet.workers.values()
-            if worker.name not in model.failed_on
+            if worker.kind in footprints
+            and worker.name not in model.failed_on
             and worker.name not in model.replicas
             and not worker.is_draining
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     Action,
     BrainConfig,
+    ComputedPrompt,
     DeviceReported,
     Dispatch,
     End,
@@ -50,7 +52,8 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.policy.fleet.prefixes import PrefixDigest
+from hearth.policy.fleet.profile import Footprint, ModelProfile, PartBytes, StageSizes
 from hearth.policy.fleet.residents import State, list_residents
 
 T = TypeVar("T")
@@ -72,6 +75,9 @@ def profile(
     workspace_bytes: int = 0,
     sink_bytes: int = 0,
     max_seqs: int = 2,
+    min_replicas: int = 0,
+    max_replicas: int | None = None,
+    kinds: Sequence[str] = ("cuda", "cpu"),
 ) -> ModelProfile:
     """A model of so many bytes of weights; `workspace_bytes` come on top."""
     footprint = Footprint(
@@ -82,8 +88,59 @@ def profile(
         sink_bytes=sink_bytes,
         max_seqs=max_seqs,
     )
-    footprints = {"cuda": footprint, "cpu": footprint}
-    return ModelProfile(ModelId(model), fixed_bytes, footprints, keep_alive_s, is_pinned, weight, digest)
+    return ModelProfile(
+        model=ModelId(model),
+        num_bytes=fixed_bytes,
+        footprints=dict.fromkeys(kinds, footprint),
+        keep_alive_s=keep_alive_s,
+        is_pinned=is_pinned or min_replicas > 0,
+        weight=weight,
+        digest=digest,
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
+    )
+
+
+def staged(
+    model: str,
+    num_layers: int = 12,
+    *,
+    workspace_bytes: int = 0,
+    max_seqs: int = 4,
+    kinds: Sequence[str] = ("cuda", "cpu"),
+    keep_alive_s: float = 10.0,
+    is_pinned: bool = False,
+    digest: str = "",
+) -> ModelProfile:
+    """A model of layers of 10 bytes, with 3 for the embedding and 3 for the head."""
+    parts = PartBytes(layer_bytes=10, first_bytes=3, last_bytes=3)
+    whole = profile(
+        model,
+        parts.of(num_layers, is_first=True, is_last=True),
+        2 * num_layers,
+        5 * num_layers,
+        workspace_bytes=workspace_bytes,
+        max_seqs=max_seqs,
+        kinds=kinds,
+        keep_alive_s=keep_alive_s,
+        is_pinned=is_pinned,
+        digest=digest,
+    )
+    sizes = StageSizes(
+        num_layers=num_layers,
+        stored=parts,
+        placed=parts,
+        spare_bytes=0,
+        unit_bytes=1,
+        kv_layer_bytes=1,
+        kv_unit_bytes=1,
+        num_lost_blocks=0,
+        workspace_bytes=workspace_bytes,
+        tables_bytes=0,
+        context_blocks=1,
+        max_seqs=max_seqs,
+    )
+    return replace(whole, stages=dict.fromkeys(kinds, sizes))
 
 
 class World:
@@ -103,10 +160,14 @@ class World:
             (resident.model, resident.worker)
             for resident in list_residents(self.fleet, event.now_s)
             if resident.state is State.PINNED
+            and (resident.layers is None or not isinstance(event, WorkerLost | ModelFailed | NodeDraining))
         }
+        usable = {(name, on) for name, model in self.fleet.models.items() for on in model.usable}
         actions = self.cluster.tell(event)
+        self._check_loads(usable, pinned, actions)
         if not isinstance(event, ModelDeployed | ModelRemoved | ModelStopped):
-            self._check_pinned_stay(pinned, actions)
+            is_undone = isinstance(event, NodeDraining) and not event.is_draining
+            self._check_pinned_stay(pinned, actions, may_move=is_undone)
         for action in actions:
             if isinstance(action, Dispatch):
                 _check_options(action)
@@ -124,11 +185,43 @@ class World:
         self.actions.append(actions)
         return actions
 
-    def _check_pinned_stay(self, pinned: set[tuple[ModelId, WorkerId]], actions: list[Action]) -> None:
+    def _check_pinned_stay(
+        self, pinned: set[tuple[ModelId, WorkerId]], actions: list[Action], *, may_move: bool
+    ) -> None:
+        """`may_move`: a node that is had back has the oldest replicas again, so that a newer one may go."""
         gone = {(action.model, action.worker) for action in actions if isinstance(action, Evict)}
         # A request that was sent in this very step may have unpinned its model.
         still_pinned = {name for name, model in self.fleet.models.items() if model.is_pinned}
+        if may_move:
+            still_pinned -= {
+                name
+                for name, model in self.fleet.models.items()
+                if sum(one.has_pin for one in model.replicas.values()) == model.num_pinned
+            }
         assert not [model for model, _ in gone & pinned if model in still_pinned], f"{gone & pinned}"
+
+    def _check_loads(
+        self,
+        usable: set[tuple[ModelId, WorkerId]],
+        pinned: set[tuple[ModelId, WorkerId]],
+        actions: list[Action],
+    ) -> None:
+        """Models are loaded only where they may run, and not beyond their `max_replicas`.
+
+        `usable`: the replicas that took requests before, `pinned` those with a pin. A drain that is given up
+        may bring one back, also in the same step, if the replica gets a pin.
+        """
+        loaded = {(one.model, one.worker) for one in actions if isinstance(one, LoadModel)}
+        for name, on in loaded:
+            model = self.fleet.models[name]
+            assert model.profile is not None
+            assert self.fleet.workers[on].kind in model.profile.footprints, f"{name} may not run on {on}"
+            new_pins = {
+                one for one in model.usable if model.replicas[one].has_pin and (name, one) not in pinned
+            }
+            back = {one for one in new_pins if (name, one) not in loaded}
+            num_replicas = sum((name, one) in usable | loaded for one in model.usable if one not in back)
+            assert num_replicas <= (model.profile.max_replicas or num_replicas), f"{name}: {num_replicas}"
 
     def _check_holds(self) -> None:
         """Every worker holds its idle models as the brain does, and runs what the brain thinks it runs."""
@@ -138,9 +231,11 @@ class World:
             for model, replica in worker.replicas.items():
                 hold = known[model].hold
                 same = (Hold.PAUSED, Hold.BUSY, replica.hold)
-                assert hold in same, f"{model} on {name}: {hold=} {replica.hold=}"
+                assert known[model].stages or hold in same, f"{model} on {name}: {hold=} {replica.hold=}"
                 assert replica.is_in_turn is known[model].is_in_turn, f"{model} on {name}"
-                assert replica.running.keys() == known[model].running.keys(), f"{model} on {name}"
+                is_first = known[model].worker.name == name
+                running = known[model].running.keys() if is_first else set()
+                assert replica.running.keys() == running, f"{model} on {name}"
 
     def new_id(self, what: str) -> str:
         self._num_ids += 1
@@ -157,6 +252,7 @@ class World:
         keep_alive_s = (0.0, 3.0, 20.0, math.inf)[number // 7 % 4]
         fixed_bytes = (10, 30, 45, 90, 120)[number // 28 % 5]
         digest = f"digest {number // 140 % 2}"
+        min_replicas = (0, 0, 0, 2)[number // 17 % 4]
         deployed = profile(
             model,
             fixed_bytes,
@@ -166,7 +262,15 @@ class World:
             workspace_bytes=(0, 0, 8, 20)[number // 280 % 4],
             sink_bytes=number // 1120 % 5,
             max_seqs=1 + number // 13 % 3,
+            min_replicas=min_replicas,
+            max_replicas=(None, max(1, min_replicas), None, 3)[number // 19 % 4],
+            kinds=(("cuda", "cpu"), ("cuda", "cpu"), ("cuda",))[number // 23 % 3],
         )
+        if fixed_bytes == 120 and number // 29 % 3:
+            sizes = staged(model, 8 + number // 29 % 7, workspace_bytes=(0, 5)[number // 280 % 2])
+            deployed = replace(
+                deployed, num_bytes=sizes.num_bytes, footprints=sizes.footprints, stages=sizes.stages
+            )
         self.tell(ModelDeployed(self.now_s, deployed))
 
     def remove(self, number: int) -> None:
@@ -201,8 +305,11 @@ class World:
                     assert request.num_losses == num_losses[request_id], f"charged for {lost}: {request}"
             for action in actions:
                 if culprit is not None and isinstance(action, Reject):
-                    is_at_fault = requests[action.request_id].model.name == culprit
-                    assert is_at_fault or action.reason is not RejectReason.WORKERS_LOST, f"{action}"
+                    model = requests[action.request_id].model
+                    is_deadly = model.failure is not None and model.failure.is_deadly  # held back before
+                    assert (
+                        is_deadly or model.name == culprit or action.reason is not RejectReason.WORKERS_LOST
+                    ), f"{action}"
 
     def lose_node(self, number: int) -> None:
         """A node is lost with all its workers, and no request or model is to blame."""
@@ -234,12 +341,25 @@ class World:
         keep_alive_s = KEEP_ALIVES_S[number // len(MODELS) % len(KEEP_ALIVES_S)]
         request_id = RequestId(self.new_id("r"))
         is_batch = number // len(MODELS) // len(KEEP_ALIVES_S) % 3 == 1
-        self.tell(RequestArrived(self.now_s, request_id, model, 10, None, keep_alive_s, is_batch=is_batch))
+        prefixes = tuple(PrefixDigest(f"{number % 4}-{at}") for at in range(number % 5))
+        self.tell(
+            RequestArrived(
+                self.now_s,
+                request_id,
+                model,
+                10,
+                None,
+                keep_alive_s,
+                is_batch=is_batch,
+                prefixes=prefixes,
+            )
+        )
 
     def finish(self, number: int) -> None:
         if request_id := _pick(self._running(), number):
             how = (End.DONE, End.DONE, End.FAILED, End.STOPPED)[number % 4]
-            self.tell(RequestFinished(self.now_s, request_id, 5, how))
+            prompt = ComputedPrompt(number % 300, number % 7 / 10) if number % 3 else None
+            self.tell(RequestFinished(self.now_s, request_id, 5, how, prompt))
 
     def cancel(self, number: int) -> None:
         if request_id := _pick(sorted(self.cluster.requests), number):
@@ -271,7 +391,14 @@ class World:
     def fail(self, number: int) -> None:
         workers = self.cluster.workers.items()
         if chosen := _pick(sorted((model, name) for name, one in workers for model in one.replicas), number):
-            self.tell(ModelFailed(self.now_s, chosen[1], chosen[0], "broken"))
+            model, name = chosen
+            is_cut_off = number % 3 == 0 and self._replica(chosen).pipeline is not None
+            replica = self.fleet.workers[name].replicas[model]
+            known, was_ready = replica.model, replica.is_ready
+            failure, failed_on = known.failure, list(known.failed_on)
+            self.tell(ModelFailed(self.now_s, name, model, "broken", is_cut_off))
+            if is_cut_off and was_ready:
+                assert (known.failure, list(known.failed_on)) == (failure, failed_on)
 
     def report(self, number: int) -> None:
         bytes_by_rung = {Rung.HOST: number % 50, Rung.DISK: number // 50 % 100}
@@ -365,12 +492,13 @@ class World:
         )
 
     def _in_turn(self) -> list[tuple[ModelId, WorkerId]]:
-        """Models whose turn may end."""
+        """Models whose turn may end. Pipelines take none."""
         return sorted(
             (model, name)
             for name, worker in self.cluster.workers.items()
             for model, replica in worker.replicas.items()
             if worker.takes_turns and replica.is_in_turn and replica.hold is not Hold.PINNED
+            if replica.pipeline is None
         )
 
     def _replica(self, model_on_worker: tuple[ModelId, WorkerId]) -> SimulatedReplica:
@@ -448,12 +576,13 @@ LONG_LIVES = st.builds(draw_moves, st.integers(0, 2**32))
 
 
 def begun(config: BrainConfig) -> World:
-    """A world with three workers and six models."""
+    """A world with three workers and six models, one of which needs two of the workers."""
     world = World(config)
     for number in (0, 1, 9):
         world.join(number)
-    for number in (1, 32, 135, 61, 88, 5):  # Models of 10 to 45 bytes, and one that is pinned.
+    for number in (1, 32, 61, 88, 5):  # Models of 10 to 45 bytes, and one that is pinned.
         world.deploy(number)
+    world.tell(ModelDeployed(0.0, staged(MODELS[3])))
     return world
 
 

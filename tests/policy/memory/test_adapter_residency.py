@@ -32,9 +32,13 @@ class Line:
             lambda base: base not in self.in_pieces,
         )
 
-    def ask(self, adapter: AdapterId, base: ModelId = BASE, *, is_pinned: bool = False) -> int:
+    def ask(
+        self, adapter: AdapterId, base: ModelId = BASE, *, is_pinned: bool = False, is_ahead: bool = False
+    ) -> int:
         self.num_runs += 1
-        self.residency.asked(adapter, self.num_runs, base, float(self.num_runs), is_pinned=is_pinned)
+        self.residency.asked(
+            adapter, self.num_runs, base, float(self.num_runs), is_pinned=is_pinned, is_ahead=is_ahead
+        )
         self.residency.found(adapter)
         self.residency.check()
         return self.num_runs
@@ -442,3 +446,45 @@ def test_no_adapter_is_so_popular_that_another_starves(
     assert not device.waiting
     assert not device.running
     assert all(device.line.residency.state(adapter) is AdapterState.LOADED for adapter in device.there)
+
+
+def test_nothing_is_evicted_for_a_request_that_is_ahead_however_old() -> None:
+    line = Line()
+    ahead, confirmed = line.ask(A, is_ahead=True), line.ask(B)
+
+    assert (line.residency.next(), line.residency.early()) == (B, [A])
+    assert line.bring(A) == []
+    assert line.residency.idle() == [A]
+    line.residency.left(A)
+    assert line.bring(B) == [confirmed]
+
+    line.residency.confirmed(ahead)
+    line.residency.confirmed(99)  # it has ended
+    assert line.residency.next() == A
+    assert line.bring(A) == [ahead]
+
+
+def test_an_adapter_drains_for_no_request_that_is_ahead() -> None:
+    """That request may wait, where it begins, for the very requests that this adapter takes here."""
+    line = Line()
+    line.ask(A)
+    line.bring(A)
+    line.ask(B, is_ahead=True)
+    wanting = line.ask(C)
+    assert line.residency.drain(5)
+    newer = line.ask(A)
+    assert line.start() == []
+
+    line.residency.ended(wanting)
+    assert line.start() == [newer]
+
+
+def test_only_eligible_adapters_in_use_are_given_up() -> None:
+    line = Line()
+    line.ask(A)
+    line.bring(A)
+    line.ask(B)
+    line.bring(B)
+
+    assert line.residency.last_in_use(lambda adapter: adapter != B) == A
+    assert line.residency.last_in_use(lambda adapter: False) is None

@@ -138,6 +138,39 @@ class TestS3:
             read(model, offset, 10)
         assert model.counters.num_requests == 1
 
+    def test_a_signed_url_is_read_without_credentials_until_it_expires(
+        self, bucket: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        head = RemoteModel(bucket, CALM)
+        for name in s3.environment:
+            monkeypatch.delenv(name)
+        lasting, short = (signed(head.signed_url(valid_s)) for valid_s in (600.0, 1.0))
+        assert read(lasting, 4095, 70_001) == WEIGHTS[4095 : 4095 + 70_001]
+        assert not lasting.was_refused
+        time.sleep(2.5)
+        with pytest.raises(Unreachable, match="refused was a presigned URL, which may have expired"):
+            read(short, 0, 10)
+        assert short.was_refused
+
+    def test_without_credentials_nothing_is_signed(
+        self, bucket: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "1")
+        with pytest.raises(Unreachable, match=r"no URL of .* can be signed: .*AWS_SKIP_SIGNATURE"):
+            RemoteModel(bucket, CALM).signed_url(60.0)
+
+
+def signed(url: str) -> RemoteModel:
+    where, _, signature = url.partition("?")
+    return RemoteModel(where.removesuffix("/weights.bin"), CALM, signature)
+
+
+def test_a_signature_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(Unreachable, match=rf"http://127.0.0.1:{port}/m/weights.bin") as told:
+        read(signed(f"http://127.0.0.1:{port}/m/weights.bin?X-Amz-Signature=secret"), 0, 10)
+    assert "secret" not in str(told.value) + caplog.text
+
 
 class TestHttp:
     def test_reads_ranges_and_whole_files(self, server: BadServer) -> None:

@@ -4,22 +4,43 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter
 from hearth.control.deploy.names import Names, listed
 from hearth.control.deploy.registry import Registry
 from hearth.control.observe.views import ModelView
 from hearth.core.config import EngineConfig, ModelConfig
-from hearth.core.errors import ConfigError, UnsupportedModel
+from hearth.core.errors import ConfigError, HearthError, UnsupportedModel
 from hearth.core.messages import AdapterOrder, HostModel, PrepareModel
 from hearth.core.sizes import StepLimits, computed_dtype
-from hearth.core.types import LOCAL, AdapterId, Digest, ModelId, NodeId, Pace, node_of, where_on_nodes
+from hearth.core.types import (
+    LOCAL,
+    AdapterId,
+    Digest,
+    ModelId,
+    NodeId,
+    Pace,
+    kind_of,
+    labels_of,
+    node_of,
+    where_on_nodes,
+)
 from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.events import LoadModel
-from hearth.policy.fleet.footprint import Facts, context_of, fitted_context, footprint
-from hearth.policy.fleet.profile import ModelProfile
+from hearth.policy.fleet.footprint import (
+    Facts,
+    context_of,
+    fitted_context,
+    footprint,
+    split_evenly,
+    stage_sizes,
+    staged_context,
+)
+from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.store.format.manifest import Manifest, read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +58,8 @@ MAX_PREPARED = 256
 class CatalogEntry:
     deployed: Deployed
     config: ModelConfig  #: of the adapter, if there is one
-    limits_by_kind: Mapping[str, StepLimits]  #: of devices
+    limits_by_pool: Mapping[str, StepLimits]
+    fitted_to: str  #: the pool whose memory decides the context
     max_context: int
     profile: ModelProfile
     pace: Pace
@@ -56,18 +78,20 @@ class CatalogEntry:
 
     @property
     def limits(self) -> StepLimits:
-        """The limits on the kind of device that the context was fitted to."""
-        return next(iter(self.limits_by_kind.values()))
+        return self.limits_by_pool[self.fitted_to]
 
     @property
     def is_cut(self) -> bool:
         """True if the context is shorter than the model's own, without a setting that says so."""
         return self.config.context is None and self.max_context < self.deployed.facts.max_positions
 
-    def prepare_order(self, node: NodeId, kind: str) -> PrepareModel:
+    def prepare_order(self, node: NodeId, pool: str) -> PrepareModel | None:
+        """Return an order for a worker of a pool; None: the model does not run there."""
         deployed = self.deployed
+        if pool not in self.profile.footprints:
+            return None
         where = deployed.directory if node == LOCAL else where_on_nodes(deployed.digest)
-        return PrepareModel(self.profile.model, where, self.limits_by_kind[kind])
+        return PrepareModel(self.profile.model, where, self.limits_by_pool[pool])
 
 
 class Catalog:
@@ -75,8 +99,9 @@ class Catalog:
 
     Without a setting, a model's context and its steps are as large as a worker's memory allows; where models
     take turns, some memory is left to others. The memory is known from the configuration, or else from the
-    first worker of each kind of device. The context is fitted to the first kind: a model may fit only some
-    devices, and is placed there.
+    first worker of each pool: workers of one kind of device, on nodes of the same labels. The context is
+    fitted to the first pool that has the model's labels and holds the model, or else holds it in stages. The
+    model is placed wherever it fits with that context.
     """
 
     def __init__(
@@ -85,26 +110,24 @@ class Catalog:
         configs: Mapping[str, ModelConfig],
         engine: EngineConfig,
         keep_alive_s: float,
-        kind: str | None = "cpu",
+        pool: str | None = "cpu",
         budget_bytes: int | None = None,
         pace: Pace | None = None,
         *,
         takes_turns: bool = False,
-        is_served: bool = True,
     ) -> None:
-        """Read the registry. `kind`: of the devices of this machine, None: it has no workers;
+        """Read the registry. `pool`: of the workers of this machine, None: it has none;
         `budget_bytes`: of each, None: not known yet.
 
         `pace`: of models without one of their own. `takes_turns`: models that do not fit together take turns.
-        `is_served`: False: list adapters for all kinds of devices. Raises ConfigError: the configuration of a
-        model contradicts the model.
+        Raises ConfigError: the configuration of a model contradicts the model.
         """
         self._registry, self._configs = registry, configs
         self._wanted_limits = engine.wanted_limits
         self._keep_alive_s = keep_alive_s
-        #: The memory of each kind of device; None: not known yet. The context is fitted to the first.
-        self._budgets: dict[str, int | None] = {} if kind is None else {kind: budget_bytes}
-        self._pace, self._takes_turns, self._is_served = pace or Pace(), takes_turns, is_served
+        #: The memory of a worker, by pool; None: not known yet.
+        self._budgets: dict[str, int | None] = {} if pool is None else {pool: budget_bytes}
+        self._pace, self._takes_turns = pace or Pace(), takes_turns
         #: Contexts that were cut, by model, as they have been logged.
         self._cuts: dict[str, int] = {}
         #: Adapters that do not fit their base, with the reason, as they have been logged.
@@ -143,7 +166,7 @@ class Catalog:
                     name,
                     context,
                     made_for,
-                    self._budgets[self.kind],
+                    self._budgets[self._entries[ModelId(name)].fitted_to],
                 )
         self._cuts = cuts
 
@@ -157,18 +180,19 @@ class Catalog:
 
     @property
     def kind(self) -> str:
-        """The kind of device that models and adapters are converted for."""
-        return next(iter(self._budgets), "cpu")
+        """The kind of device that models and adapters are converted for: CPUs run what GPUs need, too."""
+        return "cuda" if "cuda" in map(kind_of, self._budgets) else "cpu"
 
-    def fit(self, kind: str, budget_bytes: int) -> list[CatalogEntry]:
-        """Take the budget of the first worker of a kind. Returns the entries that change by it."""
-        if self._budgets.get(kind) is not None:
+    def fit(self, pool: str, budget_bytes: int) -> list[CatalogEntry]:
+        """Take the budget of the first worker of a pool. Returns entries with a new profile."""
+        if self._budgets.get(pool) is not None:
             return []
-        self._budgets[kind] = int(budget_bytes * MEASURED_SHARE)
+        self._budgets[pool] = int(budget_bytes * MEASURED_SHARE)
         before = self._entries
         self._entries = {name: self._entry(entry.deployed) for name, entry in before.items()}
         self._log_cuts()
-        return [entry for name, entry in self._entries.items() if entry != before[name]]
+        self._log_misfits()
+        return [entry for name, entry in self._entries.items() if entry.profile != before[name].profile]
 
     def entries(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
         if allowed is None:
@@ -187,10 +211,19 @@ class Catalog:
     def bases(self) -> set[ModelId]:
         return {ModelId(adapter.base) for adapter in self._adapters.values()}
 
-    def places(self) -> dict[Digest, str]:
-        """Return where each deployed model and adapter is, by its digest."""
-        models = {Digest(one.deployed.digest): one.deployed.where for one in self._entries.values()}
-        return models | {Digest(one.digest): one.where for one in self._adapters.values()}
+    def all_deployed(self) -> list[Deployed | DeployedAdapter]:
+        return [*(entry.deployed for entry in self._entries.values()), *self._adapters.values()]
+
+    def manifest_of(self, digest: Digest) -> Manifest | None:
+        """Read the manifest of a deployed model; None: it is not deployed, or cannot be read."""
+        directory = next(
+            (one.deployed.directory for one in self._entries.values() if one.deployed.digest == digest), None
+        )
+        try:
+            return None if directory is None else read_manifest(Path(directory))
+        except HearthError as error:
+            log.warning("manifest_unreadable path=%s reason=%s", directory, error)
+            return None
 
     def adapter_ids(self) -> set[AdapterId]:
         return {adapter.adapter_id for adapter in self._adapters.values()}
@@ -208,11 +241,11 @@ class Catalog:
     def aliases(self) -> dict[str, str]:
         return {alias: name for name, config in self._configs.items() for alias in config.aliases}
 
-    def host_order(self, order: LoadModel, hosting: int, kind: str) -> HostModel:
-        """`kind`: of the worker's device."""
+    def host_order(self, order: LoadModel, hosting: int, pool: str) -> HostModel:
         entry = self._entries[order.model]
         deployed = entry.deployed
         is_here = node_of(order.worker) == LOCAL
+        members = [] if order.pipeline is None else [one.worker for one in order.pipeline.members]
         return HostModel(
             model=order.model,
             hosting=hosting,
@@ -220,7 +253,7 @@ class Catalog:
             digest=deployed.digest,
             weight=entry.config.latency_weight,
             max_context=entry.max_context,
-            limits=entry.limits_by_kind[kind],
+            limits=entry.limits_by_pool[pool],
             kv_floor_bytes=order.kv_floor_bytes,
             max_kv_bytes=order.max_kv_bytes,
             eos_ids=tuple(deployed.facts.eos_ids),
@@ -228,19 +261,22 @@ class Catalog:
             workspace_bytes=order.promise.workspace_bytes,
             standing_bytes=order.promise.standing_bytes,
             slot=self._slots.get(deployed.name),
+            pipeline=order.pipeline,
+            member=members.index(order.worker) if members else 0,
         )
 
-    def prepare_orders(self, node: NodeId, kind: str) -> list[PrepareModel]:
+    def prepare_orders(self, node: NodeId, pool: str) -> list[PrepareModel]:
         """Return orders to prepare models for a start: one of each kind, then as many others as allowed.
 
         Models of a kind share kernels. They agree in all facts but those of their text: models of the same
         dimensions may still differ in biases or positions.
         """
-        pairs = [(one.prepare_order(node, kind), one) for one in self._entries.values()]
+        made = ((one.prepare_order(node, pool), one) for one in self._entries.values())
+        pairs = [(order, one) for order, one in made if order is not None]
         kinds = {
             (
                 replace(one.deployed.facts, eos_ids=(), has_chat_template=False),
-                one.limits_by_kind[kind],
+                one.limits_by_pool[pool],
             ): order
             for order, one in pairs
         }
@@ -267,7 +303,19 @@ class Catalog:
             has_chat_template=facts.has_chat_template,
             keep_alive_s=None if math.isinf(keep_alive_s) else keep_alive_s,
             is_pinned=entry.profile.is_pinned,
+            labels=entry.profile.labels,
+            min_replicas=entry.profile.min_replicas,
+            max_replicas=entry.profile.max_replicas,
+            stages=self._stages_of(entry),
         )
+
+    def _stages_of(self, entry: CatalogEntry) -> tuple[int, ...]:
+        pool, profile = entry.fitted_to, entry.profile
+        budget_bytes, needs = self._budgets.get(pool), profile.footprints.get(pool)
+        if budget_bytes is None or needs is None or needs.least_bytes <= budget_bytes:
+            return ()
+        sizes = profile.stages.get(pool)
+        return () if sizes is None else tuple(split_evenly(sizes, budget_bytes) or ())
 
     def _with_adapter(self, adapter: DeployedAdapter) -> CatalogEntry:
         base, config = self._entries[ModelId(adapter.base)], self._configs.get(adapter.name, ModelConfig())
@@ -278,42 +326,54 @@ class Catalog:
         if base is None:
             return f"its base `{adapter.base}` is not deployed; deploy that, or the adapter with another"
         facts = base.deployed.facts
-        computed = computed_dtype(facts.dtype, self.kind)
         if not adapter.fits(facts):
             return f"`{adapter.base}` has changed its dimensions or dtype; deploy the adapter again"
-        if self._is_served and adapter.facts.dtype != computed:
+        # A CPU computes in float32 from any dtype.
+        if adapter.facts.dtype != facts.dtype and "cuda" in map(kind_of, base.profile.footprints):
             return (
-                f"it was made for {adapter.facts.dtype}, but `{adapter.base}` is computed in {computed}; "
+                f"it was made for {adapter.facts.dtype}, but `{adapter.base}` is computed in {facts.dtype}; "
                 "deploy it again with `--overwrite`"
             )
         return None
 
     def _entry(self, deployed: Deployed) -> CatalogEntry:
         config, facts = self._configs.get(deployed.name, ModelConfig()), deployed.facts
-        kinds = list(self._budgets) or [self.kind]
-        limits = {kind: self._limits(facts, config, kind) for kind in kinds}
-        max_context = self._context(facts, config, limits[self.kind])
-        keep_alive_s = self._keep_alive_s if config.keep_alive is None else config.keep_alive
-        profile = ModelProfile(
-            model=ModelId(deployed.name),
-            num_bytes=facts.num_bytes,
-            footprints={
-                kind: footprint(
+        pools = list(self._budgets) or [self.kind]
+        limits = {pool: self._limits(facts, config, pool) for pool in pools}
+        wanted = tuple(dict.fromkeys((*deployed.labels, *config.labels)))
+        suited = [pool for pool in pools if labels_of(pool).issuperset(wanted)]
+        fitted_to = self._find_holding(facts, config, limits, suited or pools[:1])
+        max_context = self._context(facts, config, fitted_to, limits[fitted_to])
+        footprints = dict[str, Footprint]()
+        for pool in suited:
+            try:
+                footprints[pool] = footprint(
                     facts,
-                    kind,
-                    limits[kind],
+                    kind_of(pool),
+                    limits[pool],
                     max_context,
                     floor_bytes=config.memory_floor_bytes,
                     ceiling_bytes=config.memory_ceiling_bytes,
                 )
-                for kind in kinds
-            },
+            except ConfigError:  # its ceiling is too low for that kind of device
+                if pool == fitted_to:
+                    raise
+        staged = {pool: stage_sizes(facts, kind_of(pool), limits[pool], max_context) for pool in footprints}
+        keep_alive_s = self._keep_alive_s if config.keep_alive is None else config.keep_alive
+        profile = ModelProfile(
+            model=ModelId(deployed.name),
+            num_bytes=facts.num_bytes,
+            footprints=footprints,
             keep_alive_s=keep_alive_s,
-            is_pinned=config.pinned,
+            is_pinned=config.pinned or config.min_replicas > 0,
             weight=config.latency_weight,
             digest=deployed.digest,
+            labels=wanted,
+            min_replicas=config.min_replicas,
+            max_replicas=config.max_replicas,
+            stages={pool: sizes for pool, sizes in staged.items() if sizes is not None},
         )
-        return CatalogEntry(deployed, config, limits, max_context, profile, self._pace_of(config))
+        return CatalogEntry(deployed, config, limits, fitted_to, max_context, profile, self._pace_of(config))
 
     def _pace_of(self, config: ModelConfig) -> Pace:
         usual, target_s, max_pause_s = self._pace, config.first_token_target, config.max_pause
@@ -323,21 +383,42 @@ class Catalog:
             max_pause_s=usual.max_pause_s if max_pause_s is None else max_pause_s,
         )
 
-    def _limits(self, facts: Facts, config: ModelConfig, kind: str) -> StepLimits:
+    def _limits(self, facts: Facts, config: ModelConfig, pool: str) -> StepLimits:
         """Return the limits by memory. Under a ceiling, a budget that is known later never raises them."""
-        known = (self._budgets.get(kind), config.memory_ceiling_bytes)
+        known, kind = (self._budgets.get(pool), config.memory_ceiling_bytes), kind_of(pool)
         bounds = [bound for bound in known if bound is not None]
         dtype, budget_bytes = computed_dtype(facts.dtype, kind), min(bounds, default=None)
         return step_limits(self._wanted_limits, facts.dimensions, dtype, kind, budget_bytes)
 
-    def _context(self, facts: Facts, config: ModelConfig, limits: StepLimits) -> int:
-        budget_bytes = self._budgets.get(self.kind)
+    def _find_holding(
+        self, facts: Facts, config: ModelConfig, limits: Mapping[str, StepLimits], pools: Sequence[str]
+    ) -> str:
+        """Return the first of `pools` whose workers can hold a model, else in stages, or else the first."""
+        staging: list[str] = []
+        for pool in pools if len(pools) > 1 else ():
+            kind, context = kind_of(pool), self._context(facts, config, pool, limits[pool])
+            budget_bytes = self._budgets[pool]
+            needed_bytes = footprint(facts, kind, limits[pool], context).least_bytes
+            if budget_bytes is None or needed_bytes <= budget_bytes:
+                return pool
+            sizes = stage_sizes(facts, kind, limits[pool], context)
+            if sizes is not None and split_evenly(sizes, budget_bytes) is not None:
+                staging.append(pool)
+        return [*staging, *pools][0]
+
+    def _context(self, facts: Facts, config: ModelConfig, pool: str, limits: StepLimits) -> int:
+        budget_bytes = self._budgets.get(pool)
         if budget_bytes is not None and self._takes_turns:
             budget_bytes = int(budget_bytes * TURN_SHARE)
         bounds = [bound for bound in (budget_bytes, config.memory_ceiling_bytes) if bound is not None]
         if config.context is not None or not bounds:
             return context_of(facts, config.context)
-        return fitted_context(facts, self.kind, limits, min(bounds))
+        kind, most_bytes = kind_of(pool), min(bounds)
+        context = fitted_context(facts, kind, limits, most_bytes)
+        is_whole = footprint(facts, kind, limits, context).least_bytes <= most_bytes
+        if is_whole or config.memory_ceiling_bytes is not None:
+            return context
+        return staged_context(facts, kind, limits, most_bytes) or context
 
 
 def _adapter_view(entry: CatalogEntry, adapter: DeployedAdapter, base: ModelView) -> ModelView:

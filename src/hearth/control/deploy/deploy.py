@@ -57,6 +57,7 @@ class DeployOrder:
     base: str | None = None  #: the model that the source is an adapter of; None: its config names it
     is_adapter: bool = False  #: the source must be an adapter, as it must where there is a base
     aliases: Mapping[str, str] = field(default_factory=dict)  #: names of models, by their other names
+    labels: tuple[str, ...] = ()  #: that nodes must have to run the model
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ class Deployed:
     digest: str  #: of the manifest
     facts: Facts
     created_at_s: float  #: since the epoch
+    labels: tuple[str, ...] = ()  #: that nodes must have to run it, beside those of its settings
 
     @property
     def location(self) -> ModelLocation:

@@ -39,10 +39,11 @@ from hearth.control.deploy.sources import (
     downloaded,
     parse_source,
 )
-from hearth.core.config import StoreConfig
+from hearth.core.config import StoreConfig, wrong_label
 from hearth.core.errors import BadCheckpoint, ChunkMissing, HearthError, RequestError, SourceMissing
 from hearth.core.sizes import computed_dtype
 from hearth.policy.fleet.footprint import Facts
+from hearth.policy.fleet.profile import PartBytes
 from hearth.store.format.adapter_manifest import AdapterManifest
 from hearth.store.format.description import read_description
 from hearth.store.format.manifest import WEIGHTS, Manifest, StoredManifest, of_model
@@ -80,6 +81,8 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
     source = parse_source(order.source)
     name = check_name(default_name(source) if order.name is None else order.name)
     _refuse_taken(name, order.overwrite, data_dir)
+    if (wrong := wrong_label(order.labels)) is not None:
+        raise RequestError(f"a label is KEY=VALUE without spaces, like `zone=a`, given: {wrong!r:.80}")
     if order.base is not None:
         order = replace(order, is_adapter=True)
         find_base(order, None, data_dir)  # before the work, too
@@ -116,6 +119,8 @@ def _described(
     where, directory, now_s = placed.where, str(placed.directory), time.time()
     if isinstance(manifest, AdapterManifest):
         base = find_base(order, None, data_dir) if placed.base is None else placed.base
+        if order.labels:
+            raise RequestError(f"an adapter runs where its base does: set the labels of `{base.name}`")
         check_fit(manifest, base, order.kind, where)
         facts = adapter_facts_of(manifest)
         return DeployedAdapter(name, base.name, source, where, directory, manifest.digest, facts, now_s)
@@ -124,7 +129,7 @@ def _described(
     tokenizer = Tokenizer.load(placed.directory)
     tokenizer.check()
     facts_of_model = facts_of(of_model(manifest, where), tokenizer)
-    return Deployed(name, source, where, directory, manifest.digest, facts_of_model, now_s)
+    return Deployed(name, source, where, directory, manifest.digest, facts_of_model, now_s, order.labels)
 
 
 def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
@@ -144,7 +149,19 @@ def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
         eos_ids=tuple(sorted(tokenizer.eos_ids)),
         has_chat_template=tokenizer.has_chat_template,
         family=arch.family,
+        parts=_parts_of(manifest),
+        wide_parts=_parts_of(wide),
     )
+
+
+def _parts_of(manifest: Manifest) -> PartBytes | None:
+    arch, layout, num_layers = manifest.arch, manifest.layout, manifest.arch.num_layers
+    if num_layers == 1:
+        return None
+    layers = [spec for spec in layout.tensors if spec.name.startswith("layers.")]
+    layer_bytes = sum(spec.end - spec.offset for spec in layers) // num_layers
+    first, last = layout.only(arch, range(1)), layout.only(arch, range(num_layers - 1, num_layers))
+    return PartBytes(layer_bytes, first.own_bytes - layer_bytes, last.own_bytes - layer_bytes)
 
 
 def _refuse_taken(name: str, overwrite: bool, data_dir: DataDir) -> None:

@@ -29,9 +29,10 @@ from hearth.control.observe.exchange_record import current_exchange
 from hearth.control.observe.views import ModelView, UpstreamView
 from hearth.control.requests.caller import Caller
 from hearth.core.errors import ConfigError, DataDirError, HearthError, StoreError
-from hearth.core.types import AdapterId, ModelId, RequestId
+from hearth.core.types import AdapterId, Digest, ModelId, RequestId
 from hearth.policy.fleet import events
 from hearth.policy.fleet.profile import ModelProfile
+from hearth.policy.fleet.refusals import explain_misfit
 from hearth.store.keeper_client import UPSTREAM_CACHE_S, KeeperClient
 from hearth.store.tiers.upstream import note_version, read_upstream
 
@@ -54,10 +55,12 @@ class Deployments:
         errors: int | None = None,
     ) -> None:
         self._errors = errors
-        #: Called when models or adapters were deployed or removed.
+        #: Called when `places` has changed.
         self.tell_nodes: Callable[[], None] = lambda: None
         self._registry, self._catalog, self._driver = registry, catalog, driver
         self._keeper, self._data_dir = keeper, data_dir
+        #: Models and adapters that were removed or replaced, until the requests that use them have ended.
+        self._leaving: list[Deployed | DeployedAdapter] = []
         #: Tasks that delete files: the event loop keeps only weak references.
         self._clearing: set[asyncio.Task[None]] = set()
         #: Held while files are deleted: another model may be registered from the same URL.
@@ -76,6 +79,10 @@ class Deployments:
     def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
         self._follow()
         return self._catalog.find(name, allowed)
+
+    def places(self) -> dict[Digest, str]:
+        """Return where each model and adapter is that nodes may have to load, by its digest."""
+        return {Digest(one.digest): one.where for one in (*self._leaving, *self._catalog.all_deployed())}
 
     # Models as callers see them: those that their keys may use.
 
@@ -103,7 +110,8 @@ class Deployments:
         max_age_s = 0.0 if caller.has_role("admin") else UPSTREAM_CACHE_S
         deployed = entry.adapter or entry.deployed
         upstream = await self.upstream(deployed, look=look, max_age_s=max_age_s)
-        return replace(self._catalog.view(entry), upstream=upstream)
+        misfit = explain_misfit(self._driver.fleet, entry.profile)
+        return replace(self._catalog.view(entry), upstream=upstream, warning=misfit)
 
     # Changes.
 
@@ -116,14 +124,17 @@ class Deployments:
                     yield event
                     continue
                 async with self._files:
+                    before = self._catalog.all_deployed()
                     registered = self._register(event.deployed, order.overwrite)
                 if registered.replaced not in (None, event.deployed.location):
                     try:
-                        await self._clear(event.deployed.name, [registered.replaced])
+                        await self._clear(event.deployed.name, [registered.replaced], before)
                     except StoreError as error:  # the deployment is done all the same
                         log.warning("files_left reason=%s", error)
-                view = self._catalog.view(self._catalog.find(event.deployed.name))
-                yield replace(view, warning=registered.warning)
+                entry = self._catalog.find(event.deployed.name)
+                misfit = explain_misfit(self._driver.fleet, entry.profile)
+                warnings = [one for one in (registered.warning, misfit) if one is not None]
+                yield replace(self._catalog.view(entry), warning="; ".join(warnings) or None)
 
     async def remove(self, name: str, *, with_adapters: bool = False) -> None:
         """Remove a model or an adapter, with the files that were made for it.
@@ -138,9 +149,10 @@ class Deployments:
         self._follow()
         if self._registry.location(name) is None:  # an unreadable row has a location, too
             name = self._catalog.find(name).name
+        before = self._catalog.all_deployed()
         locations = self._registry.remove(name, with_adapters=with_adapters)
         self._refresh()
-        await self._clear(name, locations)
+        await self._clear(name, locations, before)
 
     async def upstream(
         self, deployed: Deployed | DeployedAdapter, *, look: bool, max_age_s: float = 0.0
@@ -209,11 +221,18 @@ class Deployments:
                 self._driver.prepare(entry.prepare_order)
         self.tell_nodes()
 
-    async def _clear(self, name: str, locations: Sequence[ModelLocation]) -> None:
-        """Delete files once no request uses them, in the background, even if the caller is cancelled."""
+    async def _clear(
+        self, name: str, locations: Sequence[ModelLocation], before: Sequence[Deployed | DeployedAdapter]
+    ) -> None:
+        """Delete files once no request uses them, in the background, even if the caller is cancelled.
+
+        `before`: all that was deployed. Nodes may load what lies there until the requests have ended.
+        """
         users = self._driver.requests.users_of(name, {location.where for location in locations})
         for location in locations:
-            task = asyncio.create_task(self._clear_files(location, users))
+            leaving = [one for one in before if one.location == location]
+            self._leaving += leaving
+            task = asyncio.create_task(self._clear_files(location, leaving, users))
             self._clearing.add(task)
             task.add_done_callback(self._clearing.discard)
             if users:
@@ -221,8 +240,13 @@ class Deployments:
             else:
                 await asyncio.shield(task)
 
-    async def _clear_files(self, location: ModelLocation, users: set[RequestId]) -> None:
+    async def _clear_files(
+        self, location: ModelLocation, leaving: Sequence[Deployed | DeployedAdapter], users: set[RequestId]
+    ) -> None:
         await self._driver.requests.wait_ended(users)
+        for one in leaving:
+            self._leaving.remove(one)
+        self.tell_nodes()
         async with self._files:
             await asyncio.to_thread(clear_snapshots, self._data_dir)
             if await asyncio.to_thread(_is_shared, location, self._registry.locations()):

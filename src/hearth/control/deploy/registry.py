@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import msgspec
 
@@ -32,7 +32,8 @@ WAIT_S, LOOP_WAIT_S = 10.0, 1.0
 _SCHEMA = """
 create table if not exists models (
     name text primary key, source text not null, location text not null, directory text not null,
-    digest text not null, facts text not null, created_at_s real not null, base text
+    digest text not null, facts text not null, created_at_s real not null, base text,
+    labels text not null default ''
 ) without rowid
 """
 _SLOTS_SCHEMA = """
@@ -40,9 +41,9 @@ create table if not exists space_slots (
     name text primary key, digest text not null, slot integer not null unique
 ) without rowid
 """
-_FIELDS = "name, source, location, directory, digest, facts, created_at_s, base"
+_FIELDS = "name, source, location, directory, digest, facts, created_at_s, base, labels"
 
-_Row = tuple[str, str, str, str, str, str, float, str | None]
+_Row = tuple[str, str, str, str, str, str, float, str | None, str]
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,15 @@ class Registry:
             self._connection.execute("pragma synchronous = full")
             self._connection.execute(_SCHEMA)
             self._connection.execute(_SLOTS_SCHEMA)
+            self._add_labels()
         self._give_slots()  # to models that were registered when there were none
         self._seen_version = -1
+
+    def _add_labels(self) -> None:
+        """Add the column that registries of earlier versions lack."""
+        if "labels" not in {row[1] for row in self._connection.execute("pragma table_info(models)")}:
+            with suppress(sqlite3.OperationalError):  # another process was faster
+                self._connection.execute("alter table models add column labels text not null default ''")
 
     def close(self) -> None:
         self._connection.close()
@@ -228,7 +236,7 @@ class Registry:
     def _put(self, verb: str, deployed: Deployed | DeployedAdapter) -> None:
         base = deployed.base if isinstance(deployed, DeployedAdapter) else None
         self._execute(
-            f"{verb} into models ({_FIELDS}) values (?, ?, ?, ?, ?, ?, ?, ?)",
+            f"{verb} into models ({_FIELDS}) values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             check_name(deployed.name),
             deployed.source,
             deployed.where,
@@ -237,6 +245,7 @@ class Registry:
             msgspec.json.encode(deployed.facts).decode(),
             deployed.created_at_s,
             base,
+            " ".join(deployed.labels) if isinstance(deployed, Deployed) else "",
         )
         self._give_slots()
 
@@ -245,11 +254,12 @@ class Registry:
             return self._connection.execute(statement, values)
 
     def _deployed(self, row: _Row) -> Deployed | DeployedAdapter:
-        name, source, where, directory, digest, facts, created_at_s, base = row
+        name, source, where, directory, digest, facts, created_at_s, base, labels = row
         try:
             if base is None:
                 known = msgspec.json.decode(facts, type=Facts)
-                return Deployed(name, source, where, directory, digest, known, created_at_s)
+                parts = tuple(labels.split())
+                return Deployed(name, source, where, directory, digest, known, created_at_s, parts)
             of_adapter = msgspec.json.decode(facts, type=AdapterFacts)
             return DeployedAdapter(name, base, source, where, directory, digest, of_adapter, created_at_s)
         except msgspec.DecodeError as error:

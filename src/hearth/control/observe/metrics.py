@@ -111,8 +111,18 @@ class Metrics:
         self.node_up = Gauge(
             "hearth_node_up", "1 while a node of the cluster is up.", ["node"], registry=self.registry
         )
+        self.link_speed = Gauge(
+            "hearth_link_bytes_per_second",
+            "Measured speed at which a node gets weights from another one.",
+            ["source", "node"],
+            registry=self.registry,
+        )
         self.cluster_stale = self._counter(
             "hearth_cluster_stale", "Connections of an earlier life of a node that were refused."
+        )
+        self.routed_tokens = self._counter(
+            "hearth_routed_prefix_tokens",
+            "Prompt tokens routed to a replica that probably has them cached.",
         )
         self.resumes = self._counter("hearth_resumes", "Requests that continued on another worker.")
         self.preemptions = self._counter(

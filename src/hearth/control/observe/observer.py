@@ -20,7 +20,7 @@ from hearth.control.observe.views import Explanation
 from hearth.control.requests.active_request import ActiveRequest
 from hearth.control.requests.caller import Caller
 from hearth.core.messages import AdapterLoaded, LoadProgress, ModelLoaded, Pong, StepDone
-from hearth.core.types import FinishReason, ModelId, RequestId, WorkerId, name_of, node_of
+from hearth.core.types import FinishReason, ModelId, Pipeline, RequestId, WorkerId, name_of, node_of
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
 
@@ -40,6 +40,7 @@ class Observer:
         """`takes_turns`: models that do not fit together do. `device_share`: a worker's, of its device."""
         self._metrics, self._takes_turns, self._device_share = metrics, takes_turns, device_share
         self._in_turn: set[tuple[WorkerId, ModelId]] = set()
+        self._pipelines: dict[tuple[WorkerId, ModelId], Pipeline] = {}  #: by each member
         self._loads = LoadLogs()
         self._active: dict[RequestId, Timeline] = {}
         self._series: dict[RequestId, ModelSeries] = {}
@@ -95,10 +96,13 @@ class Observer:
                 log.info("model_loading model=%s worker=%s kv_floor_bytes=%d", model, worker, kv_floor_bytes)
                 self._in_turn.discard((worker, model))
                 self._loads.begin(worker, model, now_s, awaits_turn=self._takes_turns)
+                if action.pipeline is not None:
+                    self._pipelines[worker, model] = action.pipeline
             case events.RefusePin(model, worker, message):
                 log.warning("pin_refused model=%s worker=%s reason=%s", model, worker, message)
                 self._metrics.fallbacks.labels("unpinned").inc()
             case events.Evict(model, worker, cost_s, is_freed):
+                self._pipelines.pop((worker, model), None)
                 name = "model_evicted" if is_freed else "model_retired"
                 log.info("%s model=%s worker=%s cost_s=%.3f", name, model, worker, cost_s)
                 if self._loads.end(worker, model) is not None and not is_freed:
@@ -110,7 +114,12 @@ class Observer:
         timeline = self._active[order.request_id]
         load = self._loads.awaited(order.worker, order.model, now_s)
         timeline.placed(now_s, order.worker, order.why, order.options, load)
-        if self._takes_turns and (order.worker, order.model) not in self._in_turn:
+        cached_tokens = [one.cached_tokens for one in order.options if one.worker == order.worker]
+        self._metrics.routed_tokens.inc(sum(cached_tokens))
+        pipeline = self._pipelines.get((order.worker, order.model))
+        if pipeline is not None:
+            timeline.mark(now_s, "staged", pipeline.described)
+        elif self._takes_turns and (order.worker, order.model) not in self._in_turn:
             in_turn = sorted(model for worker, model in self._in_turn if worker == order.worker)
             timeline.turn_ended(now_s, in_turn=in_turn)
         if len(timeline.stays) == 1:
@@ -153,22 +162,33 @@ class Observer:
 
     def _model_failed(self, failed: events.ModelFailed) -> None:
         log.error("model_failed model=%s worker=%s reason=%s", failed.model, failed.worker, failed.reason)
+        pipeline = self._pipelines.pop((failed.worker, failed.model), None)
+        first = failed.worker if pipeline is None else pipeline.members[0].worker
         load = self._loads.end(failed.worker, failed.model)
         if load is None:
             return
         load.fail(failed.now_s, failed.reason)
         if load.was_ready:  # its requests continue elsewhere; those of a first load end with it
-            for timeline in list(self._on_worker(failed.worker, failed.model)):
-                timeline.lost(failed.now_s, failed.worker, f"broke under `{failed.model}`")
+            what = failed.reason if failed.is_cut_off else f"broke under `{failed.model}`"
+            for timeline in list(self._on_worker(first, failed.model)):
+                timeline.lost(failed.now_s, failed.worker, what)
 
     def _worker_lost(self, lost: events.WorkerLost) -> None:
         if not self._is_closing:
-            log.error("worker_lost worker=%s model=%s reason=`%s`", lost.worker, lost.culprit, lost.reason)
+            level = logging.INFO if lost.is_with_node else logging.ERROR  # the loss of a node is a warning
+            log.log(
+                level, "worker_lost worker=%s model=%s reason=`%s`", lost.worker, lost.culprit, lost.reason
+            )
             self._metrics.workers_lost.inc()
         self._loads.lose(lost.worker)
         self._reported_s.pop(lost.worker, None)
         self._in_turn = {key for key in self._in_turn if key[0] != lost.worker}
-        for timeline in list(self._on_worker(lost.worker)):
+        timelines = list(self._on_worker(lost.worker))
+        for worker, model in [key for key in self._pipelines if key[0] == lost.worker]:
+            first = self._pipelines.pop((worker, model)).members[0].worker
+            if first != worker:
+                timelines += self._on_worker(first, model)
+        for timeline in timelines:
             timeline.lost(lost.now_s, lost.worker, f"{lost.reason}{_in_whose_step(lost, timeline)}")
 
     def _on_worker(self, worker: WorkerId, model: ModelId | None = None) -> Iterator[Timeline]:

@@ -132,6 +132,8 @@ def _used_view(
         is_pin_refused=one is not None and one.is_pin_refused,
         max_seqs=None if one is None else one.max_seqs,
         adapters=adapters,
+        layers=None if one is None else one.layers,
+        transport=None if one is None else one.transport,
     )
 
 
@@ -147,6 +149,8 @@ def _promised_view(one: Resident, now_s: float) -> ResidentView:
         expires_in_s=_expires_in_s(one, now_s),
         is_pin_refused=one.is_pin_refused,
         max_seqs=one.max_seqs,
+        layers=one.layers,
+        transport=one.transport,
     )
 
 

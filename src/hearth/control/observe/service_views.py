@@ -92,6 +92,7 @@ class ServiceViews:
             budget_bytes=sum(one.hello.budget_bytes for one in workers if one.hello is not None),
             host_used_bytes=0 if host is None else host.used_bytes,
             host_bytes=0 if host is None else host.budget_bytes,
+            labels=self._nodes.local.labels,
             reason=self._nodes.local.trouble(),
         )
         return (local, *(() if self.cluster is None else self.cluster.views()))
@@ -110,8 +111,8 @@ class ServiceViews:
         num_ready = sum(worker.state == "ready" for worker in workers)
         if self._driver.requests.is_draining:
             status = "draining"
-        elif num_ready:
-            status = "ok"
+        elif num_ready or self._driver.fleet.config.scaling is not None:
+            status = "ok"  # a request brings the first machine
         else:
             status = "starting" if self._nodes.outage() is None else "failing"
         reason = self._nodes.trouble()

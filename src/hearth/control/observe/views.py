@@ -45,7 +45,12 @@ class ModelView:
     base: str | None = None  #: the model that it is an adapter of; None: it is a model itself
     max_rank: int | None = None  #: this and the next of an adapter alone
     targets: tuple[str, ...] = ()  #: the projections that it changes: qkv, o, up, down
-    warning: str | None = None  #: of the deployment just made; None: there is none, or it is only listed
+    labels: tuple[str, ...] = ()  #: that the machines have on which it runs
+    min_replicas: int = 0
+    max_replicas: int | None = None  #: None: no limit
+    #: Layers of each stage, where no worker can hold the whole model; empty: one can, or stages do not help.
+    stages: tuple[int, ...] = ()
+    warning: str | None = None  #: why it cannot run, or is outdated; None: nothing, or it is only listed
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,6 +124,8 @@ class ResidentView:
     is_pin_refused: bool = False  #: it should be pinned, and others would have no room then
     max_seqs: int | None = None  #: requests that it runs at a time; None: it is not hosted
     adapters: tuple[ResidentAdapterView, ...] = ()  #: whose base it is
+    layers: tuple[int, int] | None = None  #: of a stage: the first, and the first behind it; None: all
+    transport: str | None = None  #: of hidden states to this stage; None: it is the first, or the model whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +147,17 @@ class NodeView:
     """A machine of the cluster; `local` is the one of the service."""
 
     name: str
-    node: str  #: of its present life
     state: str  #: up, draining, down
-    host: str  #: its address, as the head sees it
-    devices: tuple[str, ...]  #: one per worker
-    num_ready_workers: int
-    budget_bytes: int  #: device memory of all its workers that are ready
-    host_used_bytes: int
-    host_bytes: int
+    node: str = ""  #: of its present life
+    host: str = ""  #: its address, as the head sees it
+    devices: tuple[str, ...] = ()  #: one per worker
+    num_ready_workers: int = 0
+    budget_bytes: int = 0  #: device memory of all its workers that are ready
+    host_used_bytes: int = 0
+    host_bytes: int = 0
     links: tuple[LinkView, ...] = ()  #: from other nodes, as measured
+    #: Models that come to several nodes at once, and from which nodes they come to this one.
+    receives: dict[str, tuple[str, ...]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     reason: str | None = None  #: why workers are not up that should be
 

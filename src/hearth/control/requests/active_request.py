@@ -19,6 +19,7 @@ from hearth.core.types import (
     SamplingParams,
     WorkerId,
 )
+from hearth.policy.fleet.events import ComputedPrompt
 from hearth.text.transcript import Transcript
 
 
@@ -51,6 +52,8 @@ class ActiveRequest:
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
     adapter: AdapterOrder | None = None  #: None: the bare model
     adapter_bytes: int = 0
+    computed_prompt: ComputedPrompt | None = None
+    _prompt_began_s: float | None = None  #: None: on no worker yet, on another one, or past its first token
 
     @property
     def end_without_tokens(self) -> FinishReason | None:
@@ -58,11 +61,24 @@ class ActiveRequest:
             return None
         return FinishReason.LENGTH if self.pooling is None else FinishReason.STOP
 
-    def admitted(self, num_cached_tokens: int) -> None:
+    def admitted(self, began_s: float, num_cached_tokens: int) -> None:
         """Note that a worker gave the request a slot. Users see the cached tokens of the first worker."""
         if self.is_first_admission:
             self.is_first_admission = False
             self.stream.num_cached_tokens = num_cached_tokens
+            self._prompt_began_s = began_s
+
+    def delivered(self, now_s: float) -> None:
+        """Note a token. The first one ends the time that the prompt took."""
+        if self._prompt_began_s is not None:
+            num_tokens = len(self.prompt) - self.stream.num_cached_tokens
+            self.computed_prompt = ComputedPrompt(num_tokens, now_s - self._prompt_began_s)
+            self._prompt_began_s = None
+
+    def detach(self) -> None:
+        """Take the request off its worker; another one may continue it."""
+        self.run = self.worker = self._prompt_began_s = None
+        self.is_first_admission = False
 
 
 class ActiveRequests:
@@ -100,8 +116,7 @@ class ActiveRequests:
         for run, request in list(self.by_run.items()):
             if request.worker == worker and model in (None, request.model):
                 del self.by_run[run]
-                request.run = request.worker = None
-                request.is_first_admission = False
+                request.detach()
 
     def end(self, request: ActiveRequest) -> bool:
         """Forget a request. Returns False if it has ended before."""

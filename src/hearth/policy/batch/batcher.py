@@ -23,9 +23,10 @@ Steps run one ahead: step n+1 is planned before the tokens of step n are known.
 
 Planning does not depend on which token was sampled: `num_pending` counts the tokens that the device knows and
 the host does not. Only a stop token or a failure comes as a surprise, one row too late; the token of that row
-is dropped. A guided sequence sits out every other step, because its last token decides what may come next.
-Blocks and slots are reused at once, because the device runs steps in order: the next owner overwrites what a
-late row writes before reading it.
+is dropped. A guided sequence sits out every other step, because its last token decides what may come next. In
+a pipeline of stages every sequence in flight sits out, because its token is known late, and the steps in
+flight have different sequences. Blocks and slots are reused at once, because each device runs steps in order:
+the next owner overwrites what a late row writes before reading it.
 
 For the same reason a prompt is a known prefix as soon as it is planned: a step writes the KV of all its rows
 in a layer before any row attends there. So of many equal prompts that arrive together the first computes the
@@ -58,23 +59,33 @@ from hearth.policy.batch.preemption import preempted_for_first
 from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.policy.batch.step_commit import StepCommit
 
-MAX_IN_FLIGHT = 2  #: plans that may wait for their commit
+#: Plans that may wait for their commit if the device knows each sequence's last token.
+MAX_IN_FLIGHT = 2
+#: Prompts are cut for the stages of a pipeline into pieces of at least this many tokens: with fewer, a stage
+#: would read its weights more often without computing sooner.
+MIN_PIECE_TOKENS = 128
 
 
 class Batcher:
     """Mutable; written only by the step loop that owns it. Other threads may read the `blocks`."""
 
-    def __init__(self, limits: BatchLimits, blocks: BlockBook) -> None:
+    def __init__(self, limits: BatchLimits, blocks: BlockBook, num_flights: int | None = None) -> None:
+        """Take the number of steps that a pipeline has in flight, if tokens are known by commits alone."""
         self.limits = limits
+        self.num_flights = num_flights
         self.request_limits = RequestLimits(limits.max_context, blocks.floor_blocks * blocks.block_tokens)
         self.blocks = blocks
-        self._sequences = Sequences(limits.max_seqs, blocks.block_tokens)
-        #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
+        self._sequences = Sequences(limits.max_seqs, blocks.block_tokens, sits_out=num_flights is not None)
+        #: Planned and not committed, oldest first; at most `max_in_flight`.
         self._flights: deque[PlannedStep] = deque()
         self._num_steps = 0
         self._last_decode = NOTHING_DECODED  #: of the step that was planned last
         self._late_books = LateBooks(blocks)  #: to be settled before `blocks` are read
         self.kv = BatchKv(limits, blocks, self._sequences, self._late_books, self._preempt)
+
+    @property
+    def max_in_flight(self) -> int:
+        return MAX_IN_FLIGHT if self.num_flights is None else self.num_flights
 
     @property
     def has_work(self) -> bool:
@@ -121,7 +132,8 @@ class Batcher:
         `max_prompt_tokens`: limit of prompt tokens beside streamed decoding; `max_lone_tokens`: beside none;
         the larger one if only requests decode that are not streamed. At least a block. None: no limit.
         """
-        assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
+        num_flights = len(self._flights)
+        assert num_flights < self.max_in_flight, f"commit first: {num_flights} steps in flight"
         self.settle()
         for sequence in self._in_the_way():
             self._preempt(sequence)
@@ -130,6 +142,9 @@ class Batcher:
         most_tokens = max_prompt_tokens if has_streamed else max_lone_tokens
         if len(draft.decode) and most_tokens is not None and max_prompt_tokens is not None:
             most_tokens = max(most_tokens, max_prompt_tokens)
+        if self.num_flights is not None:
+            share = self._prompt_share(self.num_flights - num_flights)
+            most_tokens = share if most_tokens is None else min(most_tokens, share)
         draft.allow_prompts(self.limits.max_batch_tokens - len(draft.decode), most_tokens)
         self._continue_prompt(draft)
         if not draft.has_preempted:
@@ -143,6 +158,12 @@ class Batcher:
         self._flights.append(PlannedStep(plan, draft.sequences))
         return plan
 
+    def _prompt_share(self, num_free: int) -> int:
+        """Return how many tokens of prompts one of `num_free` steps has, so that no stage waits for them."""
+        midway = self._sequences.midway()
+        num_planned = 0 if midway is None else midway.num_planned
+        return max(MIN_PIECE_TOKENS, -(-(self.waiting_prompt_tokens() - num_planned) // num_free))
+
     def _in_the_way(self) -> list[LiveSequence]:
         first = self._sequences.first_waiting()
         if first is None or not (behind := self._sequences.behind(first)):
@@ -155,7 +176,8 @@ class Batcher:
         # Column by column: there may be a thousand rows, most of which only need their position.
         decoding = self._sequences.decoding()
         ready = [one for one in decoding if one.num_planned < one.max_planned]
-        del ready[self.limits.max_batch_tokens :]
+        # Each step of a pipeline has its share of the sequences, so that no stage waits for tokens.
+        del ready[min(self.limits.max_batch_tokens, -(-len(decoding) // (self.num_flights or 1))) :]
         self._make_room_for_all([one for one in ready if one.num_planned == one.room_tokens], draft)
         if draft.has_preempted:
             ready = [one for one in ready if one.slot is not None]
@@ -165,7 +187,7 @@ class Batcher:
             return False
         # A guided one that sits out this step waits for its end as well.
         return any(one.request.is_streamed for one in ready) or any(
-            one.guide is not None and one.slot is not None and one.request.is_streamed for one in decoding
+            one.sits_out and one.slot is not None and one.request.is_streamed for one in decoding
         )
 
     def _make_room_for_all(self, sequences: Sequence[LiveSequence], draft: PlanDraft) -> None:
@@ -344,7 +366,7 @@ class Batcher:
         """
         self.settle()
         flights = [flight.sequences for flight in self._flights]
-        assert len(flights) < MAX_IN_FLIGHT, f"commit first: {len(flights)} steps in flight"
+        assert len(flights) < self.max_in_flight, f"commit first: {len(flights)} steps in flight"
         running = self._sequences.running()
         if (
             len(running) > self.limits.max_batch_tokens

@@ -38,7 +38,7 @@ def decode_run(
     """
     num_flights = len(flights)
     is_decoding = all(
-        s.num_planned - num_flights >= s.num_prefill and s.num_pending == num_flights and s.guide is None
+        s.num_planned - num_flights >= s.num_prefill and s.num_pending == num_flights and not s.sits_out
         for s in running
     )
     most = 0

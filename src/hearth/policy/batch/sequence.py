@@ -26,6 +26,7 @@ class LiveSequence:
     arrival: int
     chain: DigestChain  #: of `tokens`
     max_length: int  #: of prompt and output
+    sits_out: bool  #: while its last token is not committed
     tokens: array[int] = field(init=False)  #: prompt and committed output, as words ("I")
     request_id: RequestId = field(init=False)
     guide: Guide | None = field(init=False)
@@ -100,11 +101,10 @@ class LiveSequence:
         return self.prefix
 
     def allow_next(self) -> None:
-        self.max_planned = len(self.tokens) if self.guide is not None else self.max_length - 1
+        self.max_planned = len(self.tokens) if self.sits_out else self.max_length - 1
 
     def set_quiet(self) -> None:
-        is_loud = self.guide is not None or self.is_ended
-        self.quiet_until = 0 if is_loud else self.max_length - 1
+        self.quiet_until = 0 if self.sits_out or self.is_ended else self.max_length - 1
 
 
 class Sequences:
@@ -113,8 +113,9 @@ class Sequences:
     Each either runs, with a slot and blocks, or waits without. Both are ordered by their places.
     """
 
-    def __init__(self, max_seqs: int, block_tokens: int) -> None:
-        self._max_seqs, self._block_tokens = max_seqs, block_tokens
+    def __init__(self, max_seqs: int, block_tokens: int, *, sits_out: bool = False) -> None:
+        """`sits_out`: every sequence does while its last token is not committed, not only guided ones."""
+        self._max_seqs, self._block_tokens, self._sits_out = max_seqs, block_tokens, sits_out
         self._live: dict[RequestId, LiveSequence] = {}
         self._running: dict[RequestId, LiveSequence] = {}  #: by their places
         self._waiting: deque[LiveSequence] = deque()  #: by their places
@@ -202,7 +203,8 @@ class Sequences:
         chain = DigestChain(tokens, self._block_tokens, request.salt, request.adapter)
         if len(tokens) > self._block_tokens:
             chain.digest(0)  # needed to search a known prefix: computed here, not in a step
-        sequence = LiveSequence(request, self._num_arrivals, chain, max_length)
+        sits_out = self._sits_out or request.guide is not None
+        sequence = LiveSequence(request, self._num_arrivals, chain, max_length, sits_out)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         for token in sequence.stop_ids:

@@ -74,7 +74,7 @@ class StepCommit:
             sequence.num_confirmed = sequence.num_published
         tokens.append(token)
         is_last = len(tokens) == sequence.max_length or token in sequence.stop_ids
-        if is_last or sequence.guide is not None:
+        if is_last or sequence.sits_out:
             self._go_on_or_end(sequence, token)
 
     def _go_on_or_end(self, sequence: LiveSequence, token: int) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import islice
+from itertools import islice, pairwise
 
 from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import CapacityIndex, Promises
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.profile import Promise
-from hearth.policy.fleet.records import Model, Worker, share_for_batch
+from hearth.policy.fleet.profile import MIN_STAGES, Promise
+from hearth.policy.fleet.records import Model, Replica, Worker, share_for_batch
 
 
 def audit(fleet: Fleet) -> None:
@@ -18,13 +18,17 @@ def audit(fleet: Fleet) -> None:
         _check_worker(fleet, worker)
     for model in fleet.models.values():
         _check_model(fleet, model)
+    for replica in fleet.replicas():
+        if replica.stages:
+            _check_pipeline(fleet, replica)
     _check_requests(fleet)
     _check_expiries(fleet)
     for name, drain in fleet.drains.items():
         assert name in fleet.queues.for_room, f"a drain for `{name}`, which does not wait for room"
-        assert fleet.workers.get(drain.worker.name) is drain.worker, f"a drain for `{name}` on a lost worker"
-        assert drain.worker.drain is drain, f"two drains on worker `{drain.worker.name}`"
-        assert drain.worker.name not in fleet.resting, f"worker `{drain.worker.name}` rests from drains"
+        for worker in drain.workers:
+            assert fleet.workers.get(worker.name) is worker, f"a drain for `{name}` on a lost worker"
+            assert worker.drain is drain, f"two drains on worker `{worker.name}`"
+            assert worker.name not in fleet.resting, f"worker `{worker.name}` rests from drains"
     assert fleet.resting.keys() <= fleet.workers.keys(), f"lost workers rest: {fleet.resting}"
 
 
@@ -58,15 +62,18 @@ def _check_worker(fleet: Fleet, worker: Worker) -> None:
     for replica in worker.replicas.values():
         hold = replica.hold_at(fleet.now_s)
         assert replica.hold is hold, f"`{replica.model.name}` on `{worker.name}`: {replica.hold=} {hold=}"
-        assert replica.model.replicas[worker.name] is replica, f"not its model's: `{replica.model.name}`"
+        first = replica.worker.name
+        assert replica.model.replicas[first] is replica, f"not its model's: `{replica.model.name}`"
+        assert worker in replica.workers, f"not a member: `{replica.model.name}` on `{worker.name}`"
         assert len(replica.running) <= replica.max_seqs, f"{len(replica.running)=} {replica.max_seqs=}"
-        assert replica.drain is None or replica.drain is worker.drain, f"lost drain: `{replica.model.name}`"
+        drains = [one.drain for one in replica.workers]
+        assert replica.drain is None or replica.drain in drains, f"lost drain: `{replica.model.name}`"
         notified = replica.notified_hold
         told = (Hold.PAUSED, Hold.BUSY, notified)
-        assert hold in told, f"not notified: `{replica.model.name}`: {hold=} {notified=}"
+        assert replica.stages or hold in told, f"not notified: `{replica.model.name}`: {hold=} {notified=}"
         is_refused = replica in fleet.refused_pins
-        assert replica.has_pin or is_refused is (replica.model.pinned_replica is replica), f"{replica.hold=}"
-        promises.add(replica.promise, hold)
+        assert replica.has_pin or is_refused is (replica in replica.model.pinned_replicas), f"{replica.hold=}"
+        promises.add(replica.promise_on(worker), hold)
     assert promises == worker.promises, f"{promises=} {worker.promises=}"
     if fleet.config.takes_turns:
         _check_turns(worker)
@@ -86,10 +93,33 @@ def _check_worker(fleet: Fleet, worker: Worker) -> None:
     assert worker.drain is None or fleet.drains[worker.drain.model.name] is worker.drain
 
 
+def _check_pipeline(fleet: Fleet, replica: Replica) -> None:
+    name, stages = replica.model.name, replica.stages
+    first, workers = stages[0], [stage.worker.name for stage in stages]
+    assert (first.worker, first.promise) == (replica.worker, replica.promise), f"`{name}`: {workers}"
+    assert len(stages) >= MIN_STAGES, f"no pipeline: `{name}` on {workers}"
+    assert workers == sorted(set(workers)), f"out of order, or twice: `{name}` on {workers}"
+    assert len({stage.worker.kind for stage in stages}) == 1, f"in several pools: `{name}` on {workers}"
+    assert replica.is_in_turn, f"out of turn: `{name}` on {workers}"
+    ends = [0, *(stage.end for stage in stages)]
+    assert [stage.begin for stage in stages] == ends[:-1], f"layers of `{name}`: {ends}"
+    assert all(begin < end for begin, end in pairwise(ends)), f"layers of `{name}`: {ends}"
+    profile = replica.model.profile
+    if profile is not None and not replica.is_stale:
+        num_layers = profile.stages[first.worker.kind].num_layers
+        assert ends[-1] == num_layers, f"layers of `{name}`: {ends}"
+    assert replica.is_ready is all(stage.is_ready for stage in stages), f"`{name}` on {workers}"
+    for stage in stages:
+        own_bytes, standing_bytes = stage.promise.own_bytes, stage.promise.standing_bytes
+        assert own_bytes == standing_bytes, f"`{name}` on `{stage.worker.name}` takes turns: {stage.promise}"
+        assert fleet.workers.get(stage.worker.name) is stage.worker, f"`{name}` on lost {stage.worker.name}"
+        assert stage.worker.replicas.get(name) is replica, f"`{stage.worker.name}` does not know of `{name}`"
+
+
 def _check_turns(worker: Worker) -> None:
     bound = Promises(worker.promises.budget_bytes, worker.promises.shares_workspace)
     for replica in worker.replicas.values():
-        promise = replica.promise
+        promise = replica.promise_on(worker)
         if replica.is_in_turn:
             bound.add(promise, Hold.BUSY)
         elif replica.has_had_turn:
@@ -128,6 +158,7 @@ def _check_model(fleet: Fleet, model: Model) -> None:
         assert name in fleet.workers[worker].resident_models, (
             f"`{worker}` does not know of its bytes of `{name}`"
         )
-    retired = {n: num_bytes for n, num_bytes in model.resident_bytes.items() if n not in model.replicas}
+    known = model.resident_bytes.items()
+    retired = {n: num_bytes for n, num_bytes in known if name not in fleet.workers[n].replicas}
     ranks = {n: model.retired.rank(n) for n in model.retired}
     assert ranks == retired, f"`{name}`: {ranks=} {retired=}"

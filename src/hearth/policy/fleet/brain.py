@@ -19,11 +19,18 @@ import math
 from typing import assert_never
 
 from hearth.core.types import Hold, ModelId, WorkerId
-from hearth.policy.fleet.deployment import deploy_model, evict_if_leaving, remove_model, stop_model
+from hearth.policy.fleet.deployment import (
+    deploy_model,
+    evict_if_leaving,
+    evict_pipelines,
+    remove_model,
+    stop_model,
+)
 from hearth.policy.fleet.device_bytes import record_bytes, record_report
 from hearth.policy.fleet.events import (
     Action,
     CancelRun,
+    ComputedPrompt,
     DeviceReported,
     End,
     Event,
@@ -56,14 +63,16 @@ from hearth.policy.fleet.failures import (
     failure_reason,
     find_retry_s,
     find_suspects,
+    hold_back,
     is_proven,
     record_loss,
     refuse_failing,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.machines import scale
 from hearth.policy.fleet.pins import grant_pins
 from hearth.policy.fleet.profile import ModelProfile
-from hearth.policy.fleet.records import Model, Replica, Request, share_for_batch
+from hearth.policy.fleet.records import Model, Replica, Request, Worker, share_for_batch
 from hearth.policy.fleet.refusals import (
     explain_misfit,
     explain_outdated,
@@ -72,32 +81,32 @@ from hearth.policy.fleet.refusals import (
     refuse_hopeless,
     reject,
 )
+from hearth.policy.fleet.replica_evictions import order_evictions
 from hearth.policy.fleet.routing import choose_place
 from hearth.policy.fleet.serving import (
     fill_slots,
-    is_second_worthwhile,
     load_beside_paused,
+    needs_replica,
     serve_queues,
     set_timer,
 )
 
 #: Retry delay that a client is told while there is no worker.
 NO_WORKER_S = 10.0
+#: After a pipeline was cut off: the loss of the other member mostly comes within milliseconds.
+CUT_OFF_S = 1.0
 
 
 def step(fleet: Fleet, event: Event) -> list[Action]:
     fleet.advance(event.now_s)
-    actions = _apply(fleet, event) + _serve_waiting(fleet)
+    actions = _apply(fleet, event)
+    actions += _serve_waiting(fleet)
     if isinstance(event, RequestArrived) and (refused := _reject_beyond_queue(fleet, event)) is not None:
         actions += [refused, *_serve_waiting(fleet)]
-    return actions + _notify_holds(fleet) + set_timer(fleet)
-
-
-def _notify_holds(fleet: Fleet) -> list[Action]:
-    return [
-        SetHold(replica.model.name, replica.worker.name, replica.notified_hold)
-        for replica in fleet.notices.take()
-    ]
+    actions += scale(fleet)
+    for replica in fleet.notices.take():
+        actions.append(SetHold(replica.model.name, replica.worker.name, replica.notified_hold))
+    return actions + set_timer(fleet)
 
 
 def _serve_waiting(fleet: Fleet) -> list[Action]:
@@ -139,7 +148,7 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
             return []
         case NodeDraining(_, node, is_draining):
             fleet.drain_node(node, is_draining=is_draining)
-            return refuse_hopeless(fleet)
+            return evict_pipelines(fleet, node) + refuse_hopeless(fleet)
         case NodeLost(_, node):
             fleet.lose_node(node)
             return refuse_hopeless(fleet)
@@ -175,17 +184,16 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
         return [Reject(event.request_id, RejectReason.UNKNOWN_MODEL, message)]
     if event.digest is not None and event.digest != model.profile.digest:
         return [Reject(event.request_id, RejectReason.MODEL_REMOVED, explain_replaced(model))]
-    if (why_not := explain_misfit(fleet, model.profile)) is not None:
-        return [Reject(event.request_id, RejectReason.NEVER_FITS, why_not)]
     if not model.usable and (refused := _refuse_unusable(fleet, event, model, model.profile)) is not None:
         return [refused]
-    if _has_full_queue(fleet, event) and _must_await_turn(fleet, model):
+    if fleet.config.takes_turns and _has_full_queue(fleet, event) and _must_await_turn(fleet, model):
         return [_refuse_for_queue(fleet, event)]
-    fleet.estimates.reload.asked(model.name, fleet.now_s)
+    fleet.estimates.arrived(model.name, fleet.now_s)
     request = fleet.accept(event, model)
     actions = load_beside_paused(fleet, model) + fill_slots(fleet, model)
+    fleet.queues.line_up(model)
     # Behind others of its model it changes nothing, unless another replica pays now.
-    if model.first_waiting is request or is_second_worthwhile(fleet, model):
+    if model.waiting and (model.first_waiting is request or needs_replica(fleet, model)):
         fleet.queues.must_serve = True
     return actions
 
@@ -193,6 +201,8 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
 def _refuse_unusable(
     fleet: Fleet, event: RequestArrived, model: Model, profile: ModelProfile
 ) -> Reject | None:
+    if (why_not := explain_misfit(fleet, profile)) is not None:
+        return Reject(event.request_id, RejectReason.NEVER_FITS, why_not)
     if model.failure is not None and (retry_s := find_retry_s(fleet, model)) is not None:
         message = explain_failure(model.failure, retry_s)
         return Reject(event.request_id, failure_reason(model.failure), message, retry_s)
@@ -202,8 +212,6 @@ def _refuse_unusable(
 
 
 def _must_await_turn(fleet: Fleet, model: Model) -> bool:
-    if not fleet.config.takes_turns:
-        return False
     if model.with_free_slot:
         replicas = [model.replicas[name] for name in model.with_free_slot]
         return all(not one.is_in_turn and one.worker.promises.must_take_turns for one in replicas)
@@ -249,7 +257,7 @@ def _finish_request(fleet: Fleet, event: RequestFinished) -> list[Action]:
     if request is None:  # It was rejected meanwhile.
         return []
     if event.how is not End.FAILED:
-        _learn_from_success(fleet, request)
+        _learn_from_success(fleet, request, event.prompt)
     if event.how is End.STOPPED:
         return _end_and_cancel(fleet, request)
     replica = request.replica
@@ -257,13 +265,16 @@ def _finish_request(fleet: Fleet, event: RequestFinished) -> list[Action]:
     return _use_free_slot(fleet, replica)
 
 
-def _learn_from_success(fleet: Fleet, request: Request) -> None:
+def _learn_from_success(fleet: Fleet, request: Request, prompt: ComputedPrompt | None) -> None:
     replica = request.replica
     if replica is not None and not replica.is_stale:
         replica.has_served = True
-        replica.model.clear_failure(replica.worker)
+        for worker in replica.workers:
+            replica.model.clear_failure(worker)
         since_s = max(request.started_s, replica.ready_s)
         fleet.estimates.ran(request.model.name, fleet.now_s - since_s)
+        if prompt is not None:
+            fleet.estimates.computed(request.model.name, prompt)
 
 
 def _cancel_request(fleet: Fleet, event: RequestCancelled) -> list[Action]:
@@ -291,6 +302,9 @@ def _use_free_slot(fleet: Fleet, replica: Replica | None) -> list[Action]:
 def _record_progress(fleet: Fleet, worker: WorkerId, model: ModelId, num_bytes: int) -> list[Action]:
     replica = _find_replica(fleet, worker, model)
     if replica is not None and not replica.is_ready:
+        if (stage := replica.stage_on(fleet.workers[worker])) is not None:
+            stage.loaded_bytes = min(num_bytes, stage.total_bytes)
+            num_bytes = sum(one.loaded_bytes for one in replica.stages)
         replica.loaded_bytes = min(replica.reused_bytes + num_bytes, replica.total_bytes)
     return []
 
@@ -302,50 +316,73 @@ def _record_ready(fleet: Fleet, event: ModelReady) -> list[Action]:
     replica = _find_replica(fleet, event.worker, event.model)
     if replica is None:  # It was evicted meanwhile.
         return []
+    worker = fleet.workers[event.worker]
+    stage = replica.stage_on(worker)
     if not replica.is_outdated:
-        record_bytes(replica.model, replica.worker, replica.total_bytes)
+        record_bytes(replica.model, worker, replica.total_bytes if stage is None else stage.total_bytes)
     if replica.is_ready:  # What others had taken of it has come back.
         return []
+    if stage is not None:
+        stage.is_ready, stage.loaded_bytes = True, stage.total_bytes
+        if not all(one.is_ready for one in replica.stages):
+            return []
     replica.is_ready, replica.ready_s = True, fleet.now_s
     replica.loaded_bytes = replica.total_bytes
-    if not replica.running:
-        replica.idle_since_s = fleet.now_s
-    fleet.reindex(replica)
-    fleet.rank_room(replica.worker)
+    if replica.running:
+        fleet.reindex(replica)
+    else:
+        fleet.note_idle(replica)
+    for one in replica.workers:
+        fleet.rank_room(one)
     fleet.queues.must_serve = True  # A full model may now be loaded a second time, and this one be drained.
     return []
 
 
 def _record_turn(fleet: Fleet, worker: WorkerId, model: ModelId, *, is_in_turn: bool) -> list[Action]:
     replica = _find_replica(fleet, worker, model)
-    if replica is not None:
+    if replica is not None and not replica.stages:
         fleet.change_turn(replica, is_in_turn=is_in_turn)
     return []
 
 
 def _handle_failure(fleet: Fleet, event: ModelFailed) -> list[Action]:
-    """Remove a replica. Requests of a proven one go on; those of others would only fail again."""
+    """Remove a replica. Requests of a proven one go on; those of others would only fail again.
+
+    A pipeline that has lost a member says nothing of its model, but perhaps of a request. One whose members
+    did not connect is not formed again at once if no request waits for it.
+    """
     replica = _find_replica(fleet, event.worker, event.model)
     if replica is None:
         return []
-    model, requests = replica.model, list(replica.running.values())
+    worker, model, requests = fleet.workers[event.worker], replica.model, list(replica.running.values())
     message = f"model `{model.name}` failed on worker `{event.worker}`: {event.reason}"
-    record_bytes(model, replica.worker, 0)
+    record_bytes(model, worker, 0)
     for request in requests:
         fleet.requeue(request, is_at_fault=True)
     fleet.remove(replica)
-    if not replica.is_stale:  # Else it says nothing of the version that is deployed now.
+    actions = _dissolve(replica, worker)
+    if event.is_cut_off:
+        fleet.no_pipeline_until_s = fleet.now_s + CUT_OFF_S
+        if not (replica.is_ready or requests):
+            hold_back(fleet, model, message, is_deadly=False)
+    elif not replica.is_stale:  # Else it says nothing of the version that is deployed now.
         if was_proven := is_proven(replica, fleet.now_s):
-            model.clear_failure(replica.worker)
-        model.record_failure(replica.worker)
+            model.clear_failure(worker)
+        model.record_failure(worker)
         if not was_proven:
             back_off(fleet, model, message)
             if refused := refuse_failing(fleet, model):
-                return refused
+                return actions + refused
             if not replica.is_ready:
                 failed = requests if model.usable else list(model.waiting.values())
-                return [reject(fleet, request, RejectReason.LOAD_FAILED, message) for request in failed]
-    return _resume(fleet, requests, RejectReason.LOAD_FAILED, message)
+                return actions + [reject(fleet, one, RejectReason.LOAD_FAILED, message) for one in failed]
+    return actions + _resume(fleet, requests, RejectReason.LOAD_FAILED, message)
+
+
+def _dissolve(replica: Replica, without: Worker) -> list[Action]:
+    """Return orders for the workers of a removed pipeline, except one that has it no more."""
+    orders = order_evictions(replica, 0.0) if replica.stages else []
+    return [order for order in orders if order.worker != without.name]
 
 
 # Workers.
@@ -358,11 +395,13 @@ def _lose_worker(fleet: Fleet, event: WorkerLost) -> list[Action]:
         return []
     suspects = [] if event.is_with_node else find_suspects(worker, event.culprit)
     is_certain = event.culprit is not None or not any(replica.is_ready for replica in suspects)
+    replicas = list(worker.replicas.values())
     requests = fleet.lose(worker, suspects, event.in_step)
+    actions = [order for replica in replicas for order in _dissolve(replica, worker)]
     message = f"worker `{event.worker}` {event.reason} under it"
     for suspect in suspects:
         record_loss(fleet, suspect, message, is_certain=is_certain, has_answered=event.has_answered)
-    return _resume(fleet, requests, RejectReason.WORKERS_LOST, message)
+    return actions + _resume(fleet, requests, RejectReason.WORKERS_LOST, message)
 
 
 def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message: str) -> list[Action]:

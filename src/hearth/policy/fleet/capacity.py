@@ -10,13 +10,16 @@ beside the pinned ones and what the others keep: then every turn can come.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hearth.core.types import Hold, WorkerId
-from hearth.policy.fleet.profile import Footprint, ModelProfile, Promise
+from hearth.policy.fleet.profile import MAX_STAGES, Footprint, ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
 
+#: The members on their own, for code that runs for every event: a lookup in the enum costs as much as a call.
+RETAINED, WARM, PAUSED, BUSY, PINNED = Hold
+_ABOVE_RETAINED = RETAINED + 1
 #: Workers with room that are sorted; more are found sooner by walking over a ranking.
 MAX_SORTED = 32
 
@@ -30,56 +33,68 @@ class Promises:
 
     budget_bytes: int
     shares_workspace: bool = True
-    own_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
+    #: Promised to replicas of a hold or a firmer one; the last entry, of none, is 0.
+    own_bytes_from: list[int] = field(default_factory=lambda: [0] * (len(Hold) + 1))
+    #: The largest workspace of these replicas.
+    workspace_bytes_from: list[int] = field(default_factory=lambda: [0] * (len(Hold) + 1))
     #: By size of a shared workspace: how many replicas were promised it.
     workspaces_by_hold: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in Hold])
-    #: Of `own_bytes_by_hold`, what replicas keep out of turn.
+    #: Of the own bytes, what replicas keep out of turn.
     standing_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
     turns_by_hold: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in Hold])
 
     def add(self, promise: Promise, hold: Hold) -> None:
-        promise = self._booked(promise)
-        self.own_bytes_by_hold[hold] += promise.own_bytes
+        promise = self.booked(promise)
         self.standing_bytes_by_hold[hold] += promise.standing_bytes
         _add_one(self.workspaces_by_hold[hold], promise.workspace_bytes)
         _add_one(self.turns_by_hold[hold], promise.own_bytes - promise.standing_bytes)
+        self._sum_up(promise.own_bytes, hold)
 
     def release(self, promise: Promise, hold: Hold) -> None:
-        promise = self._booked(promise)
-        self.own_bytes_by_hold[hold] -= promise.own_bytes
+        promise = self.booked(promise)
         self.standing_bytes_by_hold[hold] -= promise.standing_bytes
         _remove_one(self.workspaces_by_hold[hold], promise.workspace_bytes)
         _remove_one(self.turns_by_hold[hold], promise.own_bytes - promise.standing_bytes)
+        self._sum_up(-promise.own_bytes, hold)
+
+    def _sum_up(self, more_bytes: int, hold: Hold) -> None:
+        workspace_bytes = self.workspace_bytes_from[hold + 1]
+        for at in range(hold, -1, -1):
+            self.own_bytes_from[at] += more_bytes
+            for size in self.workspaces_by_hold[at]:
+                if size > workspace_bytes:
+                    workspace_bytes = size
+            self.workspace_bytes_from[at] = workspace_bytes
 
     def copy(self) -> Promises:
         return Promises(
             self.budget_bytes,
             self.shares_workspace,
-            self.own_bytes_by_hold.copy(),
+            self.own_bytes_from.copy(),
+            self.workspace_bytes_from.copy(),
             workspaces_by_hold=[sizes.copy() for sizes in self.workspaces_by_hold],
             standing_bytes_by_hold=self.standing_bytes_by_hold.copy(),
             turns_by_hold=[sizes.copy() for sizes in self.turns_by_hold],
         )
 
-    def workspace_bytes(self, above: Hold | None = None) -> int:
-        return _largest(self.workspaces_by_hold[_first_above(above) :])
-
     @property
     def free_bytes(self) -> int:
         """Bytes that are not promised; models may use them anyway. Negative if models must take turns."""
-        return self.budget_bytes - sum(self.own_bytes_by_hold) - self.workspace_bytes()
+        return self.budget_bytes - self.own_bytes_from[0] - self.workspace_bytes_from[0]
 
     def freeable_bytes(self, most: Hold) -> int:
-        return self.budget_bytes - sum(self.own_bytes_by_hold[most + 1 :]) - self.workspace_bytes(most)
+        return self.budget_bytes - self.own_bytes_from[most + 1] - self.workspace_bytes_from[most + 1]
 
     @property
     def turn_bytes(self) -> int:
         """Bytes for one model in turn, without idle replicas and workspace; not less than it can have."""
         standing_bytes = self.standing_bytes_by_hold[Hold.WARM + 1 : Hold.PINNED]
-        return self.budget_bytes - self.own_bytes_by_hold[Hold.PINNED] - sum(standing_bytes)
+        return self.budget_bytes - self.own_bytes_from[Hold.PINNED] - sum(standing_bytes)
 
     def has_room(self, footprint: Footprint, without: Hold | None = None) -> bool:
-        return self._bytes_with(footprint, above=without) <= self.budget_bytes
+        promise, first = self.booked(footprint.promise), _first_above(without)
+        workspace_bytes = max(promise.workspace_bytes, self.workspace_bytes_from[first])
+        return promise.own_bytes + self.own_bytes_from[first] + workspace_bytes <= self.budget_bytes
 
     @property
     def must_take_turns(self) -> bool:
@@ -98,30 +113,25 @@ class Promises:
     def _turn_bytes(self, footprint: Footprint | None = None, above: Hold | None = None) -> int:
         first, promise = _first_above(above), Promise(0, 0)
         if footprint is not None:
-            promise = self._booked(footprint.promise)
+            promise = self.booked(footprint.promise)
         largest_bytes = max(
             promise.own_bytes - promise.standing_bytes, _largest(self.turns_by_hold[first : Hold.PINNED])
         )
         return (
-            self.own_bytes_by_hold[Hold.PINNED]
+            self.own_bytes_from[Hold.PINNED]
             + sum(self.standing_bytes_by_hold[first : Hold.PINNED])
             + promise.standing_bytes
             + largest_bytes
-            + max(promise.workspace_bytes, self.workspace_bytes(above))
+            + max(promise.workspace_bytes, self.workspace_bytes_from[first])
         )
 
-    def _bytes_with(self, footprint: Footprint, above: Hold | None = None) -> int:
-        promise = self._booked(footprint.promise)
-        own_bytes = promise.own_bytes + sum(self.own_bytes_by_hold[_first_above(above) :])
-        return own_bytes + max(promise.workspace_bytes, self.workspace_bytes(above))
-
-    def _booked(self, promise: Promise) -> Promise:
+    def booked(self, promise: Promise) -> Promise:
         """Return a promise as this worker keeps it: with its own workspace if none can be shared."""
         return promise if self.shares_workspace else promise.unshared
 
     @property
     def utilisation(self) -> float:
-        used_bytes = self.budget_bytes - self.freeable_bytes(Hold.RETAINED)
+        used_bytes = self.own_bytes_from[_ABOVE_RETAINED] + self.workspace_bytes_from[_ABOVE_RETAINED]
         return min(1.0, used_bytes / self.budget_bytes) if self.budget_bytes else 1.0
 
 
@@ -148,25 +158,34 @@ def _remove_one(num_by_size: dict[int, int], size: int) -> None:
         num_by_size[size] -= 1
 
 
-@dataclass(frozen=True, slots=True)
 class CapacityIndex:
-    promises: dict[WorkerId, Promises] = field(default_factory=dict)
-    free: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    retained: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    idle: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    unpinned: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    budget: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    #: Workers without a drain, by upper limits of what a model may need to be loaded there now, and to have
-    #: other models drained for it.
-    open: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    drainable: Ranking[WorkerId, int] = field(default_factory=Ranking)
+    """Workers of one kind by the bytes that they have or could have. Mutable; written only by the fleet."""
+
+    def __init__(self) -> None:
+        self.promises: dict[WorkerId, Promises] = {}
+        self.free: Ranking[WorkerId, int] = Ranking()
+        self.retained: Ranking[WorkerId, int] = Ranking()
+        self.idle: Ranking[WorkerId, int] = Ranking()
+        self.unpinned: Ranking[WorkerId, int] = Ranking()
+        self.budget: Ranking[WorkerId, int] = Ranking()
+        #: Workers by the bytes that are free without replicas of a hold up to this one; None: with all.
+        self.without: Mapping[Hold | None, Ranking[WorkerId, int]] = {
+            None: self.free,
+            Hold.RETAINED: self.retained,
+            Hold.WARM: self.idle,
+            Hold.BUSY: self.unpinned,
+        }
+        #: Workers without a drain, by upper limits of what a model may need to be loaded there now, and to
+        #: have other models drained for it.
+        self.open: Ranking[WorkerId, int] = Ranking()
+        self.drainable: Ranking[WorkerId, int] = Ranking()
 
     def put(self, name: WorkerId, promises: Promises) -> None:
         self.promises[name] = promises
         self.free.put(name, promises.free_bytes)
-        self.retained.put(name, promises.freeable_bytes(Hold.RETAINED))
-        self.idle.put(name, promises.freeable_bytes(Hold.WARM))
-        self.unpinned.put(name, promises.freeable_bytes(Hold.BUSY))
+        self.retained.put(name, promises.freeable_bytes(RETAINED))
+        self.idle.put(name, promises.freeable_bytes(WARM))
+        self.unpinned.put(name, promises.freeable_bytes(BUSY))
         self.budget.put(name, promises.budget_bytes)
 
     def drop(self, name: WorkerId) -> None:
@@ -188,7 +207,7 @@ class CapacityIndex:
         self, footprint: Footprint, most: Hold | None, *, roomiest_first: bool
     ) -> Iterator[WorkerId]:
         """Return what `find_fitting` does, and workers that lack only the workspace."""
-        ranking, own_bytes = self.without(most), footprint.promise.own_bytes
+        ranking, own_bytes = self.without[most], footprint.promise.own_bytes
         return ranking.down_to_rank(own_bytes) if roomiest_first else ranking.from_rank(own_bytes)
 
     def roomiest_first(
@@ -202,16 +221,6 @@ class CapacityIndex:
         if few is not None:
             return iter(ranking.sort(few, from_rank=0, highest_first=True))
         return (name for name in ranking.down_to_rank(0) if limit.has_rank(name, num_bytes))
-
-    def without(self, most: Hold | None) -> Ranking[WorkerId, int]:
-        """Return workers by the bytes that are free without replicas of a hold up to `most`."""
-        by_hold = {
-            None: self.free,
-            Hold.RETAINED: self.retained,
-            Hold.WARM: self.idle,
-            Hold.BUSY: self.unpinned,
-        }
-        return by_hold[most]
 
     @property
     def rankings(self) -> tuple[Ranking[WorkerId, int], ...]:
@@ -240,8 +249,37 @@ class FleetCapacity:
             if footprint is not None:
                 yield index, footprint
 
+    def must_stage(self, profile: ModelProfile) -> bool:
+        """True if no worker can ever hold a model whole, and some may hold stages of it."""
+        if not profile.stages:
+            return False
+        is_suited = False
+        for kind, index in self.by_kind.items():
+            if (footprint := profile.footprints.get(kind)) is not None:
+                if (index.budget.highest or 0) >= footprint.least_bytes:
+                    return False
+                is_suited = True
+        return is_suited
+
+    def least_need(self, profile: ModelProfile, kind: str) -> Footprint:
+        """Return what a worker of a kind must hold at least to run a model, or a stage of it."""
+        if kind in profile.stages and self.must_stage(profile):
+            return profile.stages[kind].smallest(MAX_STAGES)
+        return profile.footprints[kind]
+
+    def least_bytes(self, profile: ModelProfile) -> int:
+        """Return the least bytes that a model, or any stage of one that must be split, needs for itself."""
+        if self.must_stage(profile):
+            return min(sizes.smallest(MAX_STAGES).promise.own_bytes for sizes in profile.stages.values())
+        return min((one.promise.own_bytes for one in profile.footprints.values()), default=0)
+
     def has_fitting(self, profile: ModelProfile, most: Hold) -> bool:
-        return any(
-            next(index.find_fitting(footprint, most, roomiest_first=True), None) is not None
-            for index, footprint in self.find_suited(profile)
-        )
+        for index, footprint in self.find_suited(profile):
+            most_bytes = index.without[most].highest or 0
+            if most_bytes >= footprint.least_bytes:
+                return True
+            if most_bytes < footprint.promise.own_bytes:
+                continue
+            if next(index.find_fitting(footprint, most, roomiest_first=True), None) is not None:
+                return True
+        return False

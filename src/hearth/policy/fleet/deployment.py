@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from hearth.core.types import ModelId
+from hearth.core.types import ModelId, NodeId
 from hearth.policy.fleet.device_bytes import forget_model, free_retired, record_bytes
-from hearth.policy.fleet.events import Action, Evict, ModelStopped, RejectReason
+from hearth.policy.fleet.events import Action, ModelStopped, RejectReason
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.profile import ModelProfile
+from hearth.policy.fleet.profile import Footprint, ModelProfile, StageSizes
 from hearth.policy.fleet.records import Model, Replica, Stop
 from hearth.policy.fleet.refusals import explain_outdated, explain_removed, refuse_hopeless, reject
-from hearth.policy.fleet.replica_evictions import price_victim
+from hearth.policy.fleet.replica_evictions import order_evictions, price_victim
 
 
 def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
-    """Enter a model or its new profile. Replicas of other bytes or sizes take no new requests."""
+    """Enter a model or its new profile. Replicas of other bytes or sizes take no new requests.
+
+    So do those on workers where it may no longer run; others stay when a new kind of worker joins.
+    """
     model = fleet.models.setdefault(profile.model, Model(profile.model))
     before, model.profile = model.profile, profile
     model.is_stopped = False
@@ -22,8 +25,8 @@ def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
     fleet.queues.line_up(model)
     fleet.queues.must_serve = True
     is_same = before is not None and (
-        (before.digest, before.num_bytes, before.footprints)
-        == (profile.digest, profile.num_bytes, profile.footprints)
+        (before.digest, before.num_bytes, before.footprints, before.stages)
+        == (profile.digest, profile.num_bytes, profile.footprints, profile.stages)
     )
     if is_same:
         fleet.reindex_model(model)
@@ -69,26 +72,43 @@ def stop_model(fleet: Fleet, event: ModelStopped) -> list[Action]:
     return actions
 
 
+def evict_pipelines(fleet: Fleet, node: NodeId) -> list[Action]:
+    """Evict idle pipelines with a member on a drained node, so that their other workers can form new ones."""
+    workers = [worker for worker in fleet.workers.values() if worker.node == node]
+    hosted = [replica for worker in workers for replica in worker.replicas.values() if replica.stages]
+    leaving = dict.fromkeys(hosted)
+    return [action for replica in leaving for action in evict_if_leaving(fleet, replica)]
+
+
 def evict_if_leaving(fleet: Fleet, replica: Replica) -> list[Action]:
     if replica.running or not replica.is_leaving:
         return []
-    cost_s, is_freed = price_victim(replica, fleet.estimates, fleet.now_s).cost_s, replica.must_free_bytes
-    if is_freed:
-        record_bytes(replica.model, replica.worker, 0)
+    victim = price_victim(replica, replica.worker, fleet.estimates, fleet.now_s)
+    is_freed = replica.must_free_bytes
+    for worker in replica.workers if is_freed else ():
+        record_bytes(replica.model, worker, 0)
     fleet.remove(replica)
-    return [Evict(replica.model.name, replica.worker.name, cost_s, is_freed)]
+    return [*order_evictions(replica, victim.cost_s, is_freed=is_freed)]
 
 
 def _outdate(fleet: Fleet, model: Model, before: ModelProfile | None) -> list[Action]:
     actions: list[Action] = []
     after = model.profile
-    if before is not None and (
+    is_replaced = before is not None and (
         after is None or (before.digest, before.num_bytes) != (after.digest, after.num_bytes)
-    ):
+    )
+    if is_replaced:
         actions += free_retired(model, fleet.workers)
         forget_model(model, fleet.workers)
     for replica in list(model.replicas.values()):
-        replica.is_stale = True
+        replica.is_stale |= is_replaced or _footprint(before, replica) != _footprint(after, replica)
         fleet.reindex(replica)
         actions += evict_if_leaving(fleet, replica)
     return actions
+
+
+def _footprint(profile: ModelProfile | None, replica: Replica) -> Footprint | StageSizes | None:
+    kind = replica.worker.kind
+    if profile is None:
+        return None
+    return profile.stages.get(kind) if replica.stages else profile.footprints.get(kind)

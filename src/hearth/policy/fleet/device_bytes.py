@@ -26,7 +26,7 @@ def record_bytes(model: Model, worker: Worker, num_bytes: int) -> None:
 def rank_retired(model: Model, worker: Worker) -> None:
     """Rank a worker by its bytes of a model without a replica. Called whenever one came or went."""
     num_bytes = model.resident_bytes.get(worker.name)
-    if num_bytes is None or worker.name in model.replicas:
+    if num_bytes is None or model.name in worker.replicas:
         model.retired.drop(worker.name)
     else:
         model.retired.put(worker.name, num_bytes)
@@ -49,6 +49,9 @@ def count_missing_bytes(model: Model, worker: Worker) -> int:
     replica = worker.replicas.get(model.name)
     if replica is not None and not replica.is_ready:
         return replica.total_bytes - replica.loaded_bytes
+    if replica is not None and replica.stages:
+        there = model.resident_bytes
+        return sum(max(0, one.total_bytes - there.get(one.worker.name, 0)) for one in replica.stages)
     total_bytes = 0 if model.profile is None else model.profile.num_bytes
     return total_bytes - model.resident_bytes.get(worker.name, 0)
 

@@ -1,16 +1,22 @@
-"""Times that the brain has learnt: how long requests run, and what reloading a model costs."""
+"""Times and rates that the brain has learnt: of arrivals, runs, prompts and loads."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hearth.core.types import LOCAL, ModelId, NodeId
-from hearth.policy.fleet.events import LinkMeasured
+from hearth.policy.fleet.events import ComputedPrompt, LinkMeasured
+from hearth.policy.fleet.prefixes import PREFIX_TOKENS
 from hearth.policy.fleet.records import Model
 from hearth.policy.memory.reload_cost import ReloadCosts
 
 PRIOR_RUN_S = 1.0
+PRIOR_TOKEN_S = 1e-4
 NEWEST_WEIGHT = 0.2
+#: Arrivals so long ago count 1 / e as much as those now, in the two rates that are learnt. The lower one is
+#: expected to last: a burst raises only the one over the short time, and what has ended lowers it first.
+SHORT_S, LONG_S = 10.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +28,70 @@ class Link:
 
 
 @dataclass(slots=True)
+class Arrivals:
+    """Decayed numbers of requests for a model."""
+
+    last_s: float
+    num_short: float = 0.0
+    num_long: float = 0.0
+
+    def add(self, now_s: float) -> None:
+        elapsed_s = now_s - self.last_s
+        self.num_short = self.num_short * math.exp(-elapsed_s / SHORT_S) + 1.0
+        self.num_long = self.num_long * math.exp(-elapsed_s / LONG_S) + 1.0
+        self.last_s = now_s
+
+    def long_per_s(self, now_s: float) -> float:
+        return self.num_long / LONG_S * math.exp((self.last_s - now_s) / LONG_S)
+
+    def lasting_per_s(self, now_s: float) -> float:
+        short_per_s = self.num_short / SHORT_S * math.exp((self.last_s - now_s) / SHORT_S)
+        return min(short_per_s, self.long_per_s(now_s))
+
+
+@dataclass(slots=True)
 class Estimates:
     reload: ReloadCosts
     mean_run_s: float | None = None
     run_s_by_model: dict[ModelId, float] = field(default_factory=dict)
     links: dict[NodeId, dict[NodeId, Link]] = field(default_factory=dict)  #: by target, then source
+    token_s_by_model: dict[ModelId, float] = field(default_factory=dict)  #: of prompts
+    arrivals: dict[ModelId, Arrivals] = field(default_factory=dict)
+
+    def arrived(self, model: ModelId, now_s: float) -> None:
+        self.reload.asked(model, now_s)
+        if (arrivals := self.arrivals.get(model)) is None:
+            arrivals = self.arrivals[model] = Arrivals(now_s)
+        arrivals.add(now_s)
+
+    def expect_arrivals(self, model: ModelId, now_s: float, ahead_s: float) -> float:
+        """Return how many requests are expected in the next `ahead_s` seconds."""
+        arrivals = self.arrivals.get(model)
+        return 0.0 if arrivals is None else ahead_s * arrivals.lasting_per_s(now_s)
+
+    def expect_running(self, model: ModelId, now_s: float) -> float:
+        """Return how many requests run at a time in the long run, by Little's law."""
+        arrivals = self.arrivals.get(model)
+        return 0.0 if arrivals is None else arrivals.long_per_s(now_s) * self.run_s(model)
 
     def ran(self, model: ModelId, seconds: float) -> None:
         """Learn the run time of a request, from when its worker could run it."""
         self.mean_run_s = _averaged(self.mean_run_s, seconds)
         self.run_s_by_model[model] = _averaged(self.run_s_by_model.get(model), seconds)
 
+    def computed(self, model: ModelId, prompt: ComputedPrompt) -> None:
+        """Learn the time per token of a prompt. Short prompts are ignored: most of their time is fixed."""
+        if prompt.num_tokens >= PREFIX_TOKENS:
+            token_s = prompt.seconds / prompt.num_tokens
+            self.token_s_by_model[model] = _averaged(self.token_s_by_model.get(model), token_s)
+
+    def prompt_s(self, model: ModelId, num_tokens: int) -> float:
+        return num_tokens * self.token_s_by_model.get(model, PRIOR_TOKEN_S)
+
     def forget(self, model: ModelId) -> None:
         self.run_s_by_model.pop(model, None)
+        self.token_s_by_model.pop(model, None)
+        self.arrivals.pop(model, None)
         self.reload.forget(model)
 
     def load_s(self, num_bytes: int, model: Model, node: NodeId) -> float:

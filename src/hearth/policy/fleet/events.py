@@ -6,7 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hearth.core.types import LOCAL, AdapterId, Hold, ModelId, NodeId, RequestId, Rung, TurnEnd, WorkerId
+from msgspec import Struct
+
+from hearth.core.types import (
+    LOCAL,
+    AdapterId,
+    Hold,
+    ModelId,
+    NodeId,
+    Pipeline,
+    RequestId,
+    Rung,
+    TurnEnd,
+    WorkerId,
+)
+from hearth.policy.fleet.prefixes import PrefixDigest
 from hearth.policy.fleet.profile import NOTHING_PROMISED, ModelProfile, Promise
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 
@@ -40,7 +54,7 @@ class WorkerJoined:
 
     now_s: float
     worker: WorkerId
-    kind: str
+    kind: str  #: of its device, with the labels of its node: see `pool_of`
     budget_bytes: int
     shares_workspace: bool = True  #: one workspace for all models always suffices
     node: NodeId = LOCAL
@@ -103,6 +117,7 @@ class RequestArrived:
     digest: str | None = None  #: of the version that the prompt was tokenised for; None: any
     is_batch: bool = False  #: not interactive: lower priority
     adapter: WantedAdapter | None = None  #: None: the bare model
+    prefixes: tuple[PrefixDigest, ...] = ()  #: of its prompt, for the choice among replicas
 
 
 class End(StrEnum):
@@ -112,11 +127,18 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ComputedPrompt:
+    num_tokens: int  #: that were not cached
+    seconds: float  #: from its first step to its first token
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFinished:
     now_s: float
     request_id: RequestId
     num_output_tokens: int
     how: End = End.DONE
+    prompt: ComputedPrompt | None = None  #: None: not measured, or by more than one worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +187,7 @@ class ModelFailed:
     worker: WorkerId
     model: ModelId
     reason: str
+    is_cut_off: bool = False  #: it has lost another member of its pipeline: no model is to blame
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +252,10 @@ Event = (
 )
 
 
-# Actions.
+# Actions. Structs, because some are made for every event and dataclasses take ten times as long to make.
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(Struct, frozen=True, gc=False):
     worker: WorkerId
     queue_s: float
     load_s: float
@@ -242,6 +264,8 @@ class Option:
     obstacle: str | None = None  #: why it was not considered; then the numbers mean nothing
     evict_s: float = 0.0  #: sum of the reload costs of evicted replicas
     missing_bytes: int = 0  #: of weights that are not on that worker's device
+    prompt_s: float = 0.0  #: to compute the prompt, as far as it has digests and is not cached
+    cached_tokens: int = 0  #: of the prompt, probably
 
 
 class Why(StrEnum):
@@ -251,10 +275,10 @@ class Why(StrEnum):
     EVICTED = "evicted"  #: loaded after evicting others
     TURNS = "turns"  #: hosted beside busy models, which take turns with it
     WAITED = "waited"  #: a slot or room came free
+    DEMAND = "demand"  #: loaded as a further replica, because those that the model has are full
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(Struct, frozen=True):
     request_id: RequestId
     model: ModelId
     worker: WorkerId
@@ -263,8 +287,7 @@ class Dispatch:
     options: tuple[Option, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadModel:
+class LoadModel(Struct, frozen=True):
     """Host a model and load what is missing, in its turn if models take turns."""
 
     model: ModelId
@@ -272,10 +295,10 @@ class LoadModel:
     kv_floor_bytes: int  #: of KV that it is promised
     max_kv_bytes: int  #: it never gets more
     promise: Promise = NOTHING_PROMISED  #: all that it is owed, in its turn if models take turns
+    pipeline: Pipeline | None = None  #: that the worker is a member of; None: it runs the whole model
 
 
-@dataclass(frozen=True, slots=True)
-class Evict:
+class Evict(Struct, frozen=True):
     """Stop hosting an idle model. Precedes the order that uses its room.
 
     Its bytes stay until their memory is needed, unless `is_freed`; that also applies to models evicted
@@ -288,8 +311,7 @@ class Evict:
     is_freed: bool  #: its bytes go now: they are outdated, or a user freed them
 
 
-@dataclass(frozen=True, slots=True)
-class SetHold:
+class SetHold(Struct, frozen=True):
     """Set the hold of a hosted model while it has no requests: retained, warm or pinned.
 
     A new model is warm, and so is a retained one that gets a request, without an order.
@@ -300,8 +322,7 @@ class SetHold:
     hold: Hold
 
 
-@dataclass(frozen=True, slots=True)
-class RefusePin:
+class RefusePin(Struct, frozen=True):
     model: ModelId
     worker: WorkerId
     message: str  #: with the numbers
@@ -317,8 +338,7 @@ class RejectReason(StrEnum):
     MODEL_REMOVED = "model_removed"  #: or another version took its place
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(Struct, frozen=True):
     """End a request that was not served to its end, and tell its client why."""
 
     request_id: RequestId
@@ -327,18 +347,48 @@ class Reject:
     retry_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRun:
+class CancelRun(Struct, frozen=True):
     request_id: RequestId
     worker: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class SetTimer:
+class SetTimer(Struct, frozen=True):
     at_s: float
 
 
-Action = Dispatch | LoadModel | Evict | SetHold | RefusePin | Reject | CancelRun | SetTimer
+@dataclass(frozen=True, slots=True)
+class AddWorkers:
+    """Have one more machine. Repeated while requests wait, also if the last one has not come yet."""
+
+    model: ModelId  #: whose request has waited longest
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseWorkers:
+    """Give a machine back. It is idle, and the brain has begun to drain it."""
+
+    node: NodeId
+
+
+Action = (
+    Dispatch
+    | LoadModel
+    | Evict
+    | SetHold
+    | RefusePin
+    | Reject
+    | CancelRun
+    | SetTimer
+    | AddWorkers
+    | ReleaseWorkers
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    out_after_s: float = 5.0  #: a request has waited so long for room, a slot or a turn
+    in_after_s: float = 300.0  #: a node has had no requests and no loads for so long
+    min_nodes: int = 0  #: nodes that stay, without the head's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,5 +405,6 @@ class BrainConfig:
     load_weight: float = 1.0  #: of `load_s` in the routing cost
     packing_s: float = 0.05  #: what an idle worker costs against a full one, in the routing cost
     spread_s: float = 0.2  #: what a node costs that has a replica already, against one that has none
+    scaling: Scaling | None = None  #: None: there are no machines to be had
     #: Bytes per second of each rung until it has shown its own speed.
     priors: Mapping[Rung, float] = field(default_factory=lambda: dict(PRIOR_BYTES_PER_S))

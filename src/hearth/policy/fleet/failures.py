@@ -37,10 +37,10 @@ def is_proven(replica: Replica, now_s: float) -> bool:
 
 def back_off(fleet: Fleet, model: Model, message: str) -> None:
     if not (model.usable or has_untried_place(fleet, model)):
-        _hold_back(fleet, model, message, is_deadly=False)
+        hold_back(fleet, model, message, is_deadly=False)
 
 
-def _hold_back(fleet: Fleet, model: Model, message: str, *, is_deadly: bool) -> None:
+def hold_back(fleet: Fleet, model: Model, message: str, *, is_deadly: bool) -> None:
     before = model.failure
     delay_s = FIRST_DELAY_S if before is None else min(MAX_DELAY_S, 2 * before.delay_s)
     model.failure = LoadFailure(message, delay_s, fleet.now_s + delay_s, is_deadly)
@@ -71,7 +71,7 @@ def record_loss(
         return
     model.num_deadly_loads += 1
     if is_certain and model.num_deadly_loads > MAX_DEADLY_LOADS:
-        _hold_back(fleet, model, message, is_deadly=True)
+        hold_back(fleet, model, message, is_deadly=True)
 
 
 def find_retry_s(fleet: Fleet, model: Model) -> float | None:

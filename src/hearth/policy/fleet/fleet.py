@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
 from hearth.core.types import Hold, ModelId, NodeId, RequestId, WorkerId
-from hearth.policy.fleet.capacity import FleetCapacity, Promises
+from hearth.policy.fleet.capacity import BUSY, PINNED, RETAINED, WARM, FleetCapacity, Promises
+from hearth.policy.fleet.demand import price_spare
 from hearth.policy.fleet.device_bytes import forget_worker, rank_retired
 from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import BrainConfig, RequestArrived, WorkerJoined
@@ -34,16 +35,19 @@ class Fleet:
         self.step_number = 0
         self.models: dict[ModelId, Model] = {}
         self.workers: dict[WorkerId, Worker] = {}
-        self.queues = RequestQueues(config.patience_s)
         self.capacity = FleetCapacity()
+        self.queues = RequestQueues(config.patience_s, self.capacity)
+        self.drains: Mapping[ModelId, Drain] = self.queues.drains
         self.expiries = Expiries()
         self.notices = HoldNotices()
-        #: Deployed as pinned, not stopped, and on no worker: to be loaded unasked.
+        #: Deployed as pinned, not stopped, and on too few workers: to be loaded unasked.
         self.unplaced: dict[ModelId, Model] = {}
         #: Replicas that cannot be pinned, because others would have no room for their turns.
         self.refused_pins: dict[Replica, None] = {}
         #: Workers that were drained in vain, and until when they are not drained or reserved, in order.
         self.resting: dict[WorkerId, float] = {}
+        #: No pipeline is formed before this: one was cut off, and the loss of a worker may come next.
+        self.no_pipeline_until_s = -math.inf
         self.draining: dict[NodeId, None] = {}
         self.num_workers_by_node: Counter[NodeId] = Counter()
         #: The most workers there have been at a time: a lost one is replaced.
@@ -52,11 +56,8 @@ class Fleet:
         #: When the first waiting model without a drain stops reserving room.
         self.kept_until_s = math.inf
         self.timer_s: float | None = None
+        self.next_scaling_s = math.inf  #: when machines may be added or given back next
         self.num_added = 0
-
-    @property
-    def drains(self) -> Mapping[ModelId, Drain]:
-        return self.queues.drains
 
     @property
     def is_complete(self) -> bool:
@@ -75,7 +76,7 @@ class Fleet:
 
     def replicas(self) -> Iterator[Replica]:
         for worker in self.workers.values():
-            yield from worker.replicas.values()
+            yield from (one for one in worker.replicas.values() if one.worker is worker)
 
     # Workers and replicas.
 
@@ -83,7 +84,7 @@ class Fleet:
         assert event.worker not in self.workers, f"joined twice: worker `{event.worker}`"
         promises = Promises(event.budget_bytes, event.shares_workspace)
         worker = Worker(event.worker, event.kind, promises, node=event.node)
-        worker.is_draining = event.node in self.draining
+        worker.is_draining, worker.used_s = event.node in self.draining, self.now_s
         self.workers[worker.name] = worker
         self.num_workers_by_node[worker.node] += 1
         num_workers = self.num_workers_by_node[worker.node]
@@ -91,7 +92,7 @@ class Fleet:
         if not worker.is_draining:
             self.capacity.put(worker.kind, worker.name, worker.promises)
         self.rank_room(worker)
-        self.queues.must_serve = True
+        self._note_workers()
 
     def lose(
         self, worker: Worker, suspects: Collection[Replica], in_step: Collection[RequestId] | None
@@ -111,16 +112,21 @@ class Fleet:
             del model.failed_on[worker.name]
         forget_worker(worker)
         if worker.drain is not None:
-            self.queues.end_drain(worker.drain)
+            self.end_drain(worker.drain)
         self.resting.pop(worker.name, None)
+        self.no_pipeline_until_s = -math.inf
         del self.workers[worker.name]
         self.num_workers_by_node[worker.node] -= 1
         if not self.num_workers_by_node[worker.node]:
             del self.num_workers_by_node[worker.node]
         if not worker.is_draining:
             self.capacity.drop(worker.kind, worker.name)
-        self.queues.must_serve = True
+        self._note_workers()
         return requests
+
+    def _note_workers(self) -> None:
+        self.queues.rerank(self.models)
+        self.queues.must_serve = True
 
     def drain_node(self, node: NodeId, *, is_draining: bool) -> None:
         """Stop placing anything on a node, or begin again. What runs there may finish."""
@@ -140,7 +146,7 @@ class Fleet:
                     self.rank_room(worker)
                 for replica in list(worker.replicas.values()):
                     self.reindex(replica)
-        self.queues.must_serve = True
+        self._note_workers()
 
     def lose_node(self, node: NodeId) -> None:
         """Forget a node whose workers are lost. It is not waited for."""
@@ -155,9 +161,15 @@ class Fleet:
         model, worker = replica.model, replica.worker
         assert worker.name not in model.replicas, f"`{model.name}` is on worker `{worker.name}` already"
         replica.number = self.num_added = self.num_added + 1
-        replica.idle_since_s = replica.turn_changed_s = self.now_s
-        replica.is_in_turn = not self.config.takes_turns
+        replica.idle_since_s = replica.turn_changed_s = worker.used_s = self.now_s
+        replica.is_in_turn = bool(replica.stages) or not self.config.takes_turns
         model.replicas[worker.name] = worker.replicas[model.name] = replica
+        for stage in replica.stages[1:]:
+            assert model.name not in stage.worker.replicas, (
+                f"`{model.name}` is on `{stage.worker.name}` already"
+            )
+            stage.worker.used_s, stage.worker.replicas[model.name] = self.now_s, replica
+            rank_retired(model, stage.worker)
         rank_retired(model, worker)
         self.reindex(replica)
 
@@ -165,17 +177,26 @@ class Fleet:
         """Remove an idle replica, and its model if that was removed and this was the last one."""
         assert not replica.running, f"`{replica.model.name}` still runs {len(replica.running)} requests"
         model, worker = replica.model, replica.worker
-        del model.replicas[worker.name], worker.replicas[model.name]
-        rank_retired(model, worker)
+        del model.replicas[worker.name]
+        for one in replica.workers:
+            del one.replicas[model.name]
+            rank_retired(model, one)
         if not model.replicas:
             model.named_keep_alive_s = None
         self.reindex(replica)
+        if len(model.replicas) == 1:
+            (last,) = model.replicas.values()
+            last.spare = None
+            self.reindex(last)
         if model.profile is None and not model.replicas:
             del self.models[model.name]
 
     def reindex(self, replica: Replica) -> None:
-        self._reindex_one(replica)
         model = replica.model
+        if not (model.is_pinned or replica.has_pin or self.refused_pins):  # the common case
+            self.update_indexes(replica)
+            return
+        self._reindex_one(replica)
         if model.replicas and model.is_pinned:  # Another one may be the oldest now.
             for other in list(model.replicas.values()):
                 self._update_pin(other)
@@ -189,16 +210,16 @@ class Fleet:
 
     def update_unplaced(self, model: Model) -> None:
         is_wanted = model.profile is not None and model.profile.is_pinned and not model.is_stopped
-        if is_wanted and not any(not replica.is_stale for replica in model.replicas.values()):
+        replicas = model.replicas.values()
+        staying = (one for one in replicas if not one.is_stale and not one.is_on_draining_node)
+        if is_wanted and sum(1 for _ in staying) < model.num_pinned:
             self.unplaced[model.name] = model
         else:
             self.unplaced.pop(model.name, None)
 
     def _update_pin(self, replica: Replica) -> None:
         model, worker = replica.model, replica.worker
-        if not (model.is_pinned or replica.has_pin or self.refused_pins):
-            return  # the common case
-        is_wanted = worker.replicas.get(model.name) is replica and model.pinned_replica is replica
+        is_wanted = worker.replicas.get(model.name) is replica and replica in model.pinned_replicas
         if is_wanted and not replica.has_pin:
             replica.has_pin = not self.config.takes_turns or self.with_pin(replica).can_all_take_turns
         elif not is_wanted:
@@ -213,7 +234,7 @@ class Fleet:
         promises = replica.worker.promises.copy()
         if replica.hold is not None:
             promises.release(replica.promise, replica.hold)
-        promises.add(replica.promise, Hold.PINNED)
+        promises.add(replica.promise, PINNED)
         return promises
 
     def _reindex_one(self, replica: Replica) -> None:
@@ -228,12 +249,13 @@ class Fleet:
         is_changed = hold is not replica.hold
         if is_changed:
             self._change_hold(replica, hold)
-        self.notices.put(replica)
+            self.notices.put(replica)
         self.expiries.put(replica)
         is_usable = is_there and replica.takes_requests
         if model.waiting and is_usable is not (worker.name in model.usable):
             self.queues.must_serve = True
-        _enter(worker.busy, model.name, replica, is_in=is_there and bool(replica.running))
+        is_busy = is_there and bool(replica.running)
+        _enter(worker.busy, model.name, replica, is_in=is_busy)
         _enter(model.usable, worker.name, replica, is_in=is_usable)
         _enter(model.loading, worker.name, replica, is_in=is_usable and not replica.is_ready)
         if is_usable and replica.has_free_slot:
@@ -242,21 +264,32 @@ class Fleet:
             model.with_free_slot.drop(worker.name)
         if is_changed:
             self.rank_room(worker)
+        if replica.stages:
+            for stage in replica.stages[1:]:
+                _enter(stage.worker.busy, model.name, replica, is_in=is_busy)
+                if is_changed:
+                    self.rank_room(stage.worker)
         self.queues.line_up(model)
 
     def begin_drain(self, drain: Drain) -> None:
-        drain.worker.drain = drain
         for replica in drain.victims:
             replica.drain = drain
         self.queues.begin_drain(drain)
-        self.rank_room(drain.worker)
+        for worker in drain.workers:
+            worker.drain = drain
+            self.rank_room(worker)
 
     def end_drain(self, drain: Drain) -> None:
-        drain.worker.drain = None
+        """End a drain. Its victims take requests again."""
         for replica in drain.victims:
             replica.drain = None
         self.queues.end_drain(drain)
-        self.rank_room(drain.worker)
+        for worker in drain.workers:
+            worker.drain = None
+            self.rank_room(worker)
+        for replica in drain.victims:
+            if replica.hold is not None:
+                self.reindex(replica)
 
     def rank_room(self, worker: Worker) -> None:
         """Note that the room which a worker could have, a load there or its drain has changed."""
@@ -279,33 +312,35 @@ class Fleet:
             return
         if self.config.takes_turns:
             index.open.put(worker.name, promises.turn_bytes)
-            index.drainable.put(worker.name, promises.freeable_bytes(Hold.BUSY))
+            index.drainable.put(worker.name, promises.freeable_bytes(BUSY))
             return
-        loading = (one for one in worker.busy.values() if not one.is_ready and one.hold is not Hold.PINNED)
-        loading_bytes = sum(one.promise.own_bytes for one in loading)
-        index.open.put(worker.name, promises.freeable_bytes(Hold.WARM))
-        index.drainable.put(worker.name, promises.freeable_bytes(Hold.BUSY) - loading_bytes)
+        loading = (one for one in worker.busy.values() if not one.is_ready and one.hold is not PINNED)
+        loading_bytes = sum(one.promise_on(worker).own_bytes for one in loading)
+        index.open.put(worker.name, promises.freeable_bytes(WARM))
+        index.drainable.put(worker.name, promises.freeable_bytes(BUSY) - loading_bytes)
 
     def _change_hold(self, replica: Replica, hold: Hold | None) -> None:
         """Move the promise of a replica to another hold; None: it is promised nothing any more."""
-        worker, before = replica.worker, replica.hold
-        if before is not None:
-            worker.promises.release(replica.promise, before)
-        if hold is not None:
-            worker.promises.add(replica.promise, hold)
+        before = replica.hold
+        for worker in replica.workers if replica.stages else (replica.worker,):
+            promise = replica.promise_on(worker)
+            if before is not None:
+                worker.promises.release(promise, before)
+            if hold is not None:
+                worker.promises.add(promise, hold)
+            if not worker.is_draining:
+                self.capacity.put(worker.kind, worker.name, worker.promises)
         is_less = before is not None and hold is not None and hold < before
-        if hold is None or (is_less and (before is Hold.PINNED or hold <= Hold.WARM)):
+        if hold is None or (is_less and (before is PINNED or hold <= WARM)):
             self.queues.must_serve = True  # More can be freed than before.
-        if hold is Hold.PINNED:
+        if hold is PINNED:
             self.queues.must_refuse = True
         replica.hold = hold
-        if not worker.is_draining:
-            self.capacity.put(worker.kind, worker.name, worker.promises)
 
     # Requests.
 
     def accept(self, event: RequestArrived, model: Model) -> Request:
-        """Queue a new request, if only for a moment; the caller decides whether `must_serve` follows."""
+        """Queue a new request, if only for a moment; `line_up` and perhaps `must_serve` follow."""
         request = self.queues.accept(event, model, self.now_s)
         if model.is_stopped:
             model.is_stopped = False
@@ -317,9 +352,10 @@ class Fleet:
         model = request.model
         assert replica.has_free_slot, f"no slot for `{request.request_id}`"
         self.queues.dequeue(request)
-        request.replica, request.started_s = replica, self.now_s
+        request.replica, request.started_s, replica.spare = replica, self.now_s, None
         if request.adapter is not None:
             replica.worker.adapters.use(request.adapter.adapter)
+        replica.prefixes.use(request.prefixes)
         self.queues.await_turn(request, is_waiting=not replica.is_in_turn)
         first = model.first_waiting
         if self.queues.for_room and request.queued_step < self.step_number:
@@ -329,8 +365,8 @@ class Fleet:
         replica.running[request.request_id] = request
         if replica.stop is not None and request.number >= replica.stop.number:
             replica.stop = None
-        if replica.notified_hold is Hold.RETAINED:
-            replica.notified_hold = Hold.WARM  # Its worker concludes that from the request.
+        if replica.notified_hold is RETAINED:
+            replica.notified_hold = WARM  # Its worker concludes that from the request.
         if request.keep_alive_s is not None and request.keep_alive_s != model.named_keep_alive_s:
             model.named_keep_alive_s = request.keep_alive_s
             self.reindex_model(model)
@@ -342,8 +378,11 @@ class Fleet:
         if request.replica is not None:
             self._stop_running(request, request.replica)
         else:
+            # Behind others of its model it kept no room or slot from any request, so its end frees none; what
+            # does, and the end of a request's patience, is followed by a serve of its own.
+            if request.model.first_waiting is request:
+                self.queues.must_serve = True
             self.queues.dequeue(request)
-            self.queues.must_serve = True
             self.queues.line_up(request.model)
 
     def requeue(self, request: Request, *, is_at_fault: bool) -> None:
@@ -353,6 +392,7 @@ class Fleet:
         request.replica = None
         request.num_losses += is_at_fault
         self.queues.enqueue(request, self.now_s, self.step_number)
+        self.queues.line_up(request.model)
         self.queues.must_serve = True
 
     def change_turn(self, replica: Replica, *, is_in_turn: bool) -> None:
@@ -368,7 +408,28 @@ class Fleet:
     def _stop_running(self, request: Request, replica: Replica) -> None:
         self.queues.await_turn(request, is_waiting=False)
         del replica.running[request.request_id]
-        replica.idle_since_s = self.now_s
+        replica.worker.used_s = self.now_s
+        for stage in replica.stages:
+            stage.worker.used_s = self.now_s
+        self.note_idle(replica)
+
+    def note_idle(self, replica: Replica) -> None:
+        """Note that a request on a replica, or its load without requests, has ended.
+
+        Of the idle replicas of a model, all but the one used last are spare, unless another one is busy or
+        pinned: then all of them.
+        """
+        model, replica.idle_since_s = replica.model, self.now_s
+        is_usable = model.usable.get(replica.worker.name) is replica
+        if not replica.running and is_usable and len(model.usable) > 1:
+            others = [one for one in model.usable.values() if one is not replica]
+            if staying := [one for one in others if one.running or one.has_pin]:
+                replica.spare = price_spare(replica, staying, self.estimates, self.now_s)
+            else:
+                for other in others:
+                    if other.spare is None:
+                        other.spare = price_spare(other, (replica,), self.estimates, self.now_s)
+                        self.reindex(other)
         self.reindex(replica)
 
 

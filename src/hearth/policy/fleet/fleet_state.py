@@ -7,8 +7,9 @@ referred to by its number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import msgspec
 
@@ -19,14 +20,14 @@ from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import BrainConfig, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Promise
-from hearth.policy.fleet.records import Drain, KnownAdapters, Model, Replica, Request, Worker
+from hearth.policy.fleet.records import Drain, KnownAdapters, Model, Replica, ReplicaStage, Request, Worker
 
 Facts = Mapping[str, object]  #: the stored fields of a record, by name
 
 _REBUILT: Mapping[type[Request | Model | Replica], set[str]] = {
     Request: {"model", "replica"},
     Model: {"retired", "replicas", "usable", "loading", "with_free_slot", "failed_on", "waiting", "queue"},
-    Replica: {"model", "worker", "running", "drain", "hold", "expiry_entry_s"},
+    Replica: {"model", "worker", "running", "drain", "hold", "expiry_entry_s", "stages"},
 }
 STORED = {
     kind: tuple(one.name for one in fields(kind) if one.name not in rebuilt)
@@ -42,20 +43,33 @@ class ModelState:
 
 
 @dataclass(frozen=True, slots=True)
+class StageState:
+    worker: WorkerId
+    promise: Promise
+    begin: int
+    end: int
+    total_bytes: int
+    loaded_bytes: int
+    is_ready: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaState:
     model: ModelId
     worker: WorkerId
     facts: Facts
     running: list[Facts]  #: in the order in which they were started
+    stages: list[StageState] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class DrainState:
     model: ModelId
-    worker: WorkerId
+    worker: WorkerId  #: the first
     began_s: float
     victims: list[int]  #: that are still there
     gone: list[ModelId]  #: models of other victims: the drain ends if one has to be served first
+    more: list[WorkerId] = field(default_factory=list)  #: the other workers of a pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,9 @@ class FleetState:
     drains: list[DrainState]
     unplaced: list[ModelId]
     refused_pins: list[int]
+    next_scaling_s: float = math.inf
+    used_s: dict[WorkerId, float] = field(default_factory=dict)
+    no_pipeline_until_s: float = -math.inf
 
 
 def save(fleet: Fleet) -> FleetState:
@@ -103,13 +120,19 @@ def save(fleet: Fleet) -> FleetState:
             for one in fleet.models.values()
         ],
         replicas=[
-            ReplicaState(one.model.name, one.worker.name, _facts(one), _all_facts(one.running.values()))
+            ReplicaState(
+                one.model.name,
+                one.worker.name,
+                _facts(one),
+                _all_facts(one.running.values()),
+                [_stage(stage) for stage in one.stages],
+            )
             for one in sorted(fleet.replicas(), key=lambda replica: replica.number)
         ],
         drains=[
             DrainState(
                 model=one.model.name,
-                worker=one.worker.name,
+                worker=one.workers[0].name,
                 began_s=one.began_s,
                 victims=[victim.number for victim in one.victims if victim.hold is not None],
                 gone=[
@@ -117,11 +140,15 @@ def save(fleet: Fleet) -> FleetState:
                     for victim in one.victims
                     if victim.hold is None and fleet.models.get(victim.model.name) is victim.model
                 ],
+                more=[worker.name for worker in one.workers[1:]],
             )
             for one in fleet.drains.values()
         ],
         unplaced=list(fleet.unplaced),
         refused_pins=[replica.number for replica in fleet.refused_pins],
+        next_scaling_s=fleet.next_scaling_s,
+        no_pipeline_until_s=fleet.no_pipeline_until_s,
+        used_s={name: one.used_s for name, one in fleet.workers.items()},
     )
 
 
@@ -131,6 +158,30 @@ def _facts(record: Request | Model | Replica) -> Facts:
 
 def _all_facts(requests: Iterable[Request]) -> list[Facts]:
     return [_facts(request) for request in requests]
+
+
+def _stage(stage: ReplicaStage) -> StageState:
+    return StageState(
+        worker=stage.worker.name,
+        promise=stage.promise,
+        begin=stage.begin,
+        end=stage.end,
+        total_bytes=stage.total_bytes,
+        loaded_bytes=stage.loaded_bytes,
+        is_ready=stage.is_ready,
+    )
+
+
+def _restore_stage(fleet: Fleet, state: StageState) -> ReplicaStage:
+    return ReplicaStage(
+        fleet.workers[state.worker],
+        state.promise,
+        state.begin,
+        state.end,
+        state.total_bytes,
+        state.loaded_bytes,
+        state.is_ready,
+    )
 
 
 def _joined(worker: Worker) -> WorkerJoined:
@@ -154,35 +205,47 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     fleet, replicas = Fleet(config), dict[int, Replica]()
     fleet.now_s, fleet.step_number, fleet.num_added = state.now_s, state.step_number, state.num_added
     fleet.most_by_node, fleet.queues.next_number = dict(state.most_by_node), state.next_number
-    fleet.timer_s, fleet.kept_until_s = state.timer_s, state.kept_until_s
+    fleet.timer_s, fleet.kept_until_s, fleet.next_scaling_s = (
+        state.timer_s,
+        state.kept_until_s,
+        state.next_scaling_s,
+    )
     fleet.estimates, fleet.resting = state.estimates, state.resting
+    fleet.no_pipeline_until_s = state.no_pipeline_until_s
     fleet.capacity.by_kind.update((kind, CapacityIndex()) for kind in state.kinds)
     fleet.draining = dict.fromkeys(state.draining)
     for joined in state.workers:
         fleet.join(joined)
-        fleet.workers[joined.worker].adapters = state.adapters[joined.worker]
+        worker = fleet.workers[joined.worker]
+        worker.adapters = state.adapters[joined.worker]
+        worker.used_s = state.used_s.get(joined.worker, fleet.now_s)
     for one in state.models:
         model = msgspec.convert(one.facts, Model)
         fleet.models[model.name] = model
         for facts in one.waiting:
             request = _restore_request(fleet, model, facts)
             fleet.queues.enqueue(request, request.queued_s, request.queued_step)
+        fleet.queues.line_up(model)
         for name in one.failed_on:
             model.record_failure(fleet.workers[name])
     for each in state.replicas:
         model, worker = fleet.models[each.model], fleet.workers[each.worker]
         replica = msgspec.convert({**each.facts, "model": model, "worker": worker}, Replica)
-        model.replicas[worker.name] = worker.replicas[model.name] = replicas[replica.number] = replica
+        replica.stages = tuple(_restore_stage(fleet, stage) for stage in each.stages)
+        model.replicas[worker.name] = replicas[replica.number] = replica
+        for host in replica.workers:
+            host.replicas[model.name] = replica
         for facts in each.running:
             request = _restore_request(fleet, model, facts)
             request.replica = replica
             replica.running[request.request_id] = request
             fleet.queues.num_awaiting_turn += request.awaits_turn
     for begun in state.drains:
-        model, worker = fleet.models[begun.model], fleet.workers[begun.worker]
+        model, names = fleet.models[begun.model], (begun.worker, *begun.more)
+        workers = tuple(fleet.workers[name] for name in names)
         victims = [replicas[number] for number in begun.victims]
-        victims += [Replica(fleet.models[name], worker, Promise(0, 0), 0, "") for name in begun.gone]
-        fleet.begin_drain(Drain(model, worker, tuple(victims), begun.began_s))
+        victims += [Replica(fleet.models[name], workers[0], Promise(0, 0), 0, "") for name in begun.gone]
+        fleet.begin_drain(Drain(model, workers, tuple(victims), begun.began_s))
     fleet.unplaced = {name: fleet.models[name] for name in state.unplaced}
     fleet.refused_pins = {replicas[number]: None for number in state.refused_pins}
     for replica in replicas.values():
@@ -190,6 +253,8 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     for model in fleet.models.values():
         for name, num_bytes in list(model.resident_bytes.items()):
             record_bytes(model, fleet.workers[name], num_bytes)
+    requests = fleet.queues.requests
+    fleet.queues.requests = dict(sorted(requests.items(), key=lambda item: item[1].number))
     fleet.rank_workers()
     fleet.queues.rank_waiting()
     fleet.queues.must_serve = fleet.queues.must_refuse = False

@@ -10,7 +10,8 @@ Mapped pages always allow that. In an arena an immovable region may be in the wa
 a model gets its own. So with an arena `Promises` charges each model in turn its own workspace.
 
 The least KV holds one full context, so that every replica can serve every request. The context is cut to what
-a worker's budget can hold, unless it is configured.
+a worker's budget can hold, unless it is configured. A model that no worker can hold is split into stages, and
+its context is cut to what the fewest of them can hold.
 
 Workspace, tables and blocks are those of `hearth/core/sizes.py`, rounded up: memory taken by these numbers
 always suffices. CUDA memory comes in pages, and weights, workspace, tables and KV have their own. An arena
@@ -21,6 +22,7 @@ lost at either end of each free region that KV is taken from.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hearth.core.errors import ConfigError
@@ -34,7 +36,7 @@ from hearth.core.sizes import (
     table_buffers,
     workspace_bytes,
 )
-from hearth.policy.fleet.profile import Footprint
+from hearth.policy.fleet.profile import MAX_STAGES, MIN_STAGES, Footprint, PartBytes, StageSizes
 
 _MIN_CONTEXT = 2048
 _CONTEXT_STEP = 16
@@ -42,6 +44,8 @@ _CONTEXT_STEP = 16
 PAGE_BYTES = 16 << 20
 #: Regions of an arena begin at multiples of it, as tensors do in `models/layout.py`.
 REGION_BYTES = 4096
+#: Pages that a stage shares with layers of other stages: at either end, and behind a tied embedding.
+_SHARED_PAGES = 3
 #: Free regions of an arena that the least KV is taken from: one for the sink, others between tensors and KV.
 MAX_EXTENTS = 4
 
@@ -61,6 +65,8 @@ class Facts:
     eos_ids: tuple[int, ...]
     has_chat_template: bool
     family: str | None = None  #: as in `Arch`; None: deployed before it was stored
+    parts: PartBytes | None = None  #: of `num_bytes`; None: one layer, or deployed before they were stored
+    wide_parts: PartBytes | None = None  #: of `wide_bytes`
 
 
 def footprint(
@@ -103,6 +109,7 @@ def footprint(
         tables_bytes=tables_bytes_of(facts, kind, limits, context),
         sink_bytes=_sink_bytes(facts, kind, limits),
         max_seqs=limits.max_seqs,
+        kv_token_bytes=_block_bytes(facts, kind, limits) // limits.block_tokens,
     )
 
 
@@ -129,11 +136,61 @@ def fitted_context(facts: Facts, kind: str, limits: StepLimits, budget_bytes: in
         kv_bytes = _least_kv_bytes(facts, kind, limits, context)
         return fixed_bytes_of(facts, kind, limits, context) + kv_bytes <= budget_bytes
 
+    return _longest(facts, is_fitting)
+
+
+def _longest(facts: Facts, is_fitting: Callable[[int], bool]) -> int:
     if facts.max_positions <= _MIN_CONTEXT or is_fitting(facts.max_positions):
         return facts.max_positions
     steps = range(_MIN_CONTEXT // _CONTEXT_STEP, -(-facts.max_positions // _CONTEXT_STEP))
     num_fitting = bisect_left(steps, True, key=lambda step: not is_fitting(step * _CONTEXT_STEP))
     return steps[max(0, num_fitting - 1)] * _CONTEXT_STEP
+
+
+def stage_sizes(facts: Facts, kind: str, limits: StepLimits, context: int) -> StageSizes | None:
+    """Return what stages of a model take on a `kind` of device; None: it cannot be split."""
+    is_widened = facts.dtype != computed_dtype(facts.dtype, kind)
+    placed = facts.wide_parts if is_widened else facts.parts
+    if facts.parts is None or placed is None:
+        return None
+    is_mapped = kind == "cuda"
+    return StageSizes(
+        num_layers=facts.dimensions.num_layers,
+        stored=facts.parts,
+        placed=placed,
+        spare_bytes=_SHARED_PAGES * PAGE_BYTES if is_mapped else is_widened * facts.largest_bytes,
+        unit_bytes=PAGE_BYTES if is_mapped else REGION_BYTES,
+        kv_layer_bytes=_block_bytes(facts, kind, limits) // facts.dimensions.num_layers,
+        kv_unit_bytes=PAGE_BYTES if is_mapped else 1,
+        num_lost_blocks=0 if is_mapped else 2 * MAX_EXTENTS,
+        workspace_bytes=workspace_bytes_of(facts, kind, limits),
+        tables_bytes=tables_bytes_of(facts, kind, limits, context),
+        context_blocks=limits.num_blocks(context),
+        max_seqs=limits.max_seqs,
+    )
+
+
+def split_evenly(sizes: StageSizes, budget_bytes: int) -> list[int] | None:
+    """Return the layers of the fewest stages that fit workers of one budget; None: too many are needed."""
+    for num_stages in range(MIN_STAGES, MAX_STAGES + 1):
+        shares = sizes.split([lambda stage: stage.least_bytes <= budget_bytes] * num_stages)
+        if shares is not None:
+            return shares
+    return None
+
+
+def staged_context(facts: Facts, kind: str, limits: StepLimits, budget_bytes: int) -> int | None:
+    """Return the longest context that fits into the fewest stages; None: a model fits into none."""
+
+    def num_stages(context: int) -> int:
+        sizes = stage_sizes(facts, kind, limits, context)
+        shares = None if sizes is None else split_evenly(sizes, budget_bytes)
+        return MAX_STAGES + 1 if shares is None else len(shares)
+
+    fewest = num_stages(min(_MIN_CONTEXT, facts.max_positions))
+    if fewest > MAX_STAGES:
+        return None
+    return _longest(facts, lambda context: num_stages(context) <= fewest)
 
 
 def fixed_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 
-from hearth.core.types import Hold
+from hearth.policy.fleet.capacity import BUSY, PAUSED, WARM
 from hearth.policy.fleet.records import Replica
 
 
@@ -19,24 +19,25 @@ class Expiries:
 
     def put(self, replica: Replica) -> None:
         """Enter a replica that became warm or expires sooner; ignores others."""
-        if replica.hold is Hold.WARM and replica.expires_s < replica.expiry_entry_s:
+        if replica.hold is WARM and replica.expires_s < replica.expiry_entry_s:
             at_s = replica.expiry_entry_s = replica.expires_s
             self._num_entries += 1
             heapq.heappush(self._heap, (at_s, replica.number, self._num_entries, replica))
 
     def pop_due(self, now_s: float) -> Replica | None:
-        return self._pop() if self.next_s() <= now_s else None
+        return None if self.next_s(now_s) is None else self._pop()
 
-    def next_s(self) -> float:
-        while self._heap:
-            at_s, *_, replica = self._heap[0]
-            if replica.hold is Hold.WARM and replica.expires_s <= at_s:
+    def next_s(self, until_s: float) -> float | None:
+        """Return when the next replica expires; None: later than `until_s`."""
+        while self._heap and self._heap[0][0] <= until_s:
+            at_s, _, _, replica = self._heap[0]
+            if replica.hold is WARM and replica.expires_s <= at_s:
                 return at_s
             self.put(self._pop())
-        return math.inf
+        return None
 
     def _pop(self) -> Replica:
-        *_, replica = heapq.heappop(self._heap)
+        replica = heapq.heappop(self._heap)[3]
         replica.expiry_entry_s = math.inf
         return replica
 
@@ -53,6 +54,8 @@ class HoldNotices:
 
     def take(self) -> list[Replica]:
         """Return the replicas whose workers must be told, and count them as told."""
+        if not self._pending:
+            return []
         taken = [replica for replica in self._pending if _must_notify(replica)]
         self._pending.clear()
         for replica in taken:
@@ -61,4 +64,5 @@ class HoldNotices:
 
 
 def _must_notify(replica: Replica) -> bool:
-    return replica.hold not in (None, Hold.PAUSED, Hold.BUSY, replica.notified_hold)
+    """Return False for pipelines: they keep their memory until they leave, whatever their hold."""
+    return not replica.stages and replica.hold not in (None, PAUSED, BUSY, replica.notified_hold)

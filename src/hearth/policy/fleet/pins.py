@@ -7,11 +7,11 @@ evicted. One that cannot be pinned is reported once, and pinned as soon as possi
 from __future__ import annotations
 
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import Action, Evict, RefusePin
+from hearth.policy.fleet.events import Action, RefusePin
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Replica
+from hearth.policy.fleet.records import Replica, Worker
 from hearth.policy.fleet.refusals import explain_refused_pin
-from hearth.policy.fleet.replica_evictions import choose_fewest, find_idle, price_victim
+from hearth.policy.fleet.replica_evictions import choose_fewest, find_idle, order_evictions, price_victim
 
 
 def grant_pins(fleet: Fleet) -> list[Action]:
@@ -21,12 +21,11 @@ def grant_pins(fleet: Fleet) -> list[Action]:
             continue
         promises = fleet.with_pin(replica)
         idle = [one for one in find_idle(replica.worker) if one is not replica]
-        if _can_pin_without(promises, idle):
-            victims = [price_victim(one, fleet.estimates, fleet.now_s) for one in idle]
+        if _can_pin_without(replica.worker, promises, idle):
+            victims = [price_victim(one, replica.worker, fleet.estimates, fleet.now_s) for one in idle]
             for victim in choose_fewest(promises, victims, lambda left: left.can_all_take_turns):
-                gone = victim.replica
-                fleet.remove(gone)
-                actions.append(Evict(gone.model.name, gone.worker.name, victim.cost_s, is_freed=False))
+                fleet.remove(victim.replica)
+                actions += order_evictions(victim.replica, victim.cost_s)
             fleet.reindex(replica)
         elif not replica.is_pin_refused:
             replica.is_pin_refused = True
@@ -34,8 +33,8 @@ def grant_pins(fleet: Fleet) -> list[Action]:
     return actions
 
 
-def _can_pin_without(promises: Promises, idle: list[Replica]) -> bool:
+def _can_pin_without(worker: Worker, promises: Promises, idle: list[Replica]) -> bool:
     promises = promises.copy()
     for replica in idle:
-        promises.release(replica.promise, replica.booked_hold)
+        promises.release(replica.promise_on(worker), replica.booked_hold)
     return promises.can_all_take_turns

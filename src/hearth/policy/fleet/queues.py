@@ -7,9 +7,11 @@ that wait for a *slot*, because all their replicas are full. A batch request is 
 
 from __future__ import annotations
 
-import math
+import heapq
+from collections.abc import Mapping
 
 from hearth.core.types import BATCH_PATIENCE_S, ModelId, RequestId
+from hearth.policy.fleet.capacity import FleetCapacity
 from hearth.policy.fleet.events import RequestArrived
 from hearth.policy.fleet.ranking import Ranking, SizedRanking
 from hearth.policy.fleet.records import Drain, Model, Place, Request
@@ -18,8 +20,8 @@ from hearth.policy.fleet.records import Drain, Model, Place, Request
 class RequestQueues:
     """All requests that have not ended. Mutable; written only by the fleet."""
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, patience_s: float, capacity: FleetCapacity) -> None:
+        self._patience_s, self._capacity = patience_s, capacity
         self.requests: dict[RequestId, Request] = {}
         self.num_waiting = 0
         self.num_awaiting_turn = 0
@@ -48,8 +50,10 @@ class RequestQueues:
         self.must_serve = False
         #: A replica was pinned, which may leave no room for waiting models.
         self.must_refuse = False
-        #: Waiting requests by when their patience ends, if it may not be over.
-        self.patient: Ranking[RequestId, float] = Ranking()
+        #: Requests that were queued since `next_overdue_s` was asked.
+        self._newly_queued: list[Request] = []
+        #: (when their patience ends, number, request), as a heap. Some may wait no more.
+        self.patient: list[tuple[float, int, Request]] = []
         self.next_number = 0
 
     @property
@@ -70,6 +74,7 @@ class RequestQueues:
             line_s,
             event.is_batch,
             adapter=event.adapter,
+            prefixes=event.prefixes,
         )
         self.next_number += 1
         self.requests[request.request_id] = request
@@ -79,6 +84,7 @@ class RequestQueues:
         del self.requests[request.request_id]
 
     def enqueue(self, request: Request, now_s: float, step_number: int) -> None:
+        """Add a request to its model's queue; `line_up` must follow."""
         waiting = request.model.waiting
         is_last = not waiting or next(reversed(waiting.values())).place < request.place
         waiting[request.number] = request
@@ -86,20 +92,24 @@ class RequestQueues:
             request.model.waiting = dict(sorted(waiting.items(), key=lambda item: item[1].place))
         self.num_waiting += 1
         request.queued_s, request.queued_step = now_s, step_number
-        self.patient.put(request.request_id, request.overdue_s(self._patience_s))
-        self.line_up(request.model)
+        self._newly_queued.append(request)
 
     def dequeue(self, request: Request) -> None:
         """Remove a request from its model's queue; `line_up` must follow."""
         del request.model.waiting[request.number]
         self.num_waiting -= 1
-        self.patient.drop(request.request_id)
 
     def await_turn(self, request: Request, *, is_waiting: bool) -> None:
         self.num_awaiting_turn += is_waiting - request.awaits_turn
         request.awaits_turn = is_waiting
 
     def line_up(self, model: Model) -> None:
+        if model.waiting or model.queue is not None:
+            self._put_in_queue(model)
+        if model.name in self._drains_by_model:
+            self.changed_drains.update(self._drains_by_model[model.name])
+
+    def _put_in_queue(self, model: Model) -> None:
         first = model.first_waiting
         queue = None if first is None else (self.for_slot if model.usable else self.for_room)
         if model.queue is not None and model.queue is not queue:
@@ -115,8 +125,10 @@ class RequestQueues:
             self.for_kept_slot.put(model.name, first.place)
         elif len(self.for_kept_slot):
             self.for_kept_slot.drop(model.name)
-        if model.name in self._drains_by_model:
-            self.changed_drains.update(self._drains_by_model[model.name])
+
+    def rerank(self, models: Mapping[ModelId, Model]) -> None:
+        """Note that workers came or went: whether a model fits one of them may have changed."""
+        self._unranked.update((name, models[name]) for name in self.for_room if name in models)
 
     def rank_waiting(self) -> None:
         """Rank the models that wait for room. Call it before `undrained`, `reserving` and sizes are read."""
@@ -130,8 +142,7 @@ class RequestQueues:
                 self.reserving.drop(model.name)
 
     def _rank_for_room(self, model: Model, place: Place) -> None:
-        footprints = () if model.profile is None else model.profile.footprints.values()
-        least_bytes = min((one.promise.own_bytes for one in footprints), default=0)
+        least_bytes = 0 if model.profile is None else self._capacity.least_bytes(model.profile)
         self.for_room_by_size.put(model.name, place, least_bytes)
         if model.name in self.drains:
             self.undrained.drop(model.name)
@@ -157,9 +168,16 @@ class RequestQueues:
                 del self._drains_by_model[model]
         self.line_up(drain.model)
 
-    def next_overdue_s(self, now_s: float) -> float:
-        while (until_s := self.patient.lowest) is not None:
-            if until_s > now_s:
-                return until_s
-            self.patient.drop(next(self.patient.from_rank(until_s)))
-        return math.inf
+    def next_overdue_s(self, now_s: float, until_s: float) -> float | None:
+        """Return when the patience of the next waiting request ends; None: later than `until_s`."""
+        for request in self._newly_queued:
+            if request.number in request.model.waiting:
+                heapq.heappush(self.patient, (request.overdue_s(self._patience_s), request.number, request))
+        self._newly_queued.clear()
+        while self.patient and self.patient[0][0] <= until_s:
+            overdue_s, number, request = self.patient[0]
+            is_current = number in request.model.waiting and request.overdue_s(self._patience_s) == overdue_s
+            if is_current and overdue_s > now_s:
+                return overdue_s
+            heapq.heappop(self.patient)
+        return None

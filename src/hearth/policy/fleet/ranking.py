@@ -29,6 +29,10 @@ class Ranking(Generic[Id, Rank]):
         """Iterate over the present ids, lowest rank first, unaffected by later changes."""
         return (id_ for _, id_ in self._ranked.copy())
 
+    def __reversed__(self) -> Iterator[Id]:
+        """Iterate over all ids, highest rank first. Not to be continued after a change."""
+        return (id_ for _, id_ in reversed(self._ranked))
+
     def from_rank(self, rank: Rank) -> Iterator[Id]:
         """Iterate over ids of at least this rank, lowest first. Not to be continued after a change."""
         return (self._ranked[at][1] for at in range(self._first(rank), len(self._ranked)))
@@ -36,6 +40,11 @@ class Ranking(Generic[Id, Rank]):
     def down_to_rank(self, rank: Rank) -> Iterator[Id]:
         """Iterate over ids of at least this rank, highest first. Not to be continued after a change."""
         return (self._ranked[at][1] for at in range(len(self._ranked) - 1, self._first(rank) - 1, -1))
+
+    def first_from_rank(self, rank: Rank) -> Id | None:
+        """Return the id of the lowest rank from `rank` on."""
+        at = self._first(rank)
+        return self._ranked[at][1] if at < len(self._ranked) else None
 
     @property
     def lowest(self) -> Rank | None:
@@ -63,11 +72,13 @@ class Ranking(Generic[Id, Rank]):
         return [id_ for _, id_ in sorted(found, reverse=highest_first)]
 
     def put(self, id_: Id, rank: Rank) -> None:
-        if self._rank_by_id.get(id_) == rank:
+        before, ranked = self._rank_by_id.get(id_), self._ranked
+        if before == rank:
             return
-        self.drop(id_)
+        if before is not None:
+            del ranked[bisect_left(ranked, (before, id_))]
         self._rank_by_id[id_] = rank
-        insort(self._ranked, (rank, id_))
+        insort(ranked, (rank, id_))
 
     def drop(self, id_: Id) -> None:
         rank = self._rank_by_id.pop(id_, None)
@@ -106,17 +117,17 @@ class SizedRanking(Generic[Id, Rank]):
     def find(self, rank: Rank, max_size: int) -> Id | None:
         """Return the id of the lowest rank from `rank` on whose size is at most `max_size`."""
         highest = _size_class(max_size)
-        found = (
-            next((one for one in ranking.from_rank(rank) if self._size_by_id[one] <= max_size), None)
-            for size_class, ranking in self._by_class.items()
-            if size_class <= highest
-        )
-        return min((one for one in found if one is not None), key=self._rank, default=None)
-
-    def _rank(self, id_: Id) -> tuple[Rank, Id]:
-        rank = self._by_class[_size_class(self._size_by_id[id_])].rank(id_)
-        assert rank is not None, f"not ranked: `{id_}`"
-        return rank, id_
+        best: tuple[Rank, Id] | None = None
+        for size_class, ranking in self._by_class.items():
+            if size_class > highest:
+                continue
+            ranked = ranking._ranked
+            at = bisect_left(ranked, (rank, ""))
+            while size_class == highest and at < len(ranked) and self._size_by_id[ranked[at][1]] > max_size:
+                at += 1
+            if at < len(ranked) and (best is None or ranked[at] < best):
+                best = ranked[at]
+        return None if best is None else best[1]
 
 
 def _size_class(size: int) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from hearth.core.types import LOCAL, AdapterId, Hold, ModelId, NodeId, RequestId, Rung, WorkerId
-from hearth.policy.fleet.capacity import Promises
+from hearth.policy.fleet.capacity import BUSY, PAUSED, PINNED, RETAINED, WARM, Promises
 from hearth.policy.fleet.events import WantedAdapter
+from hearth.policy.fleet.prefixes import KnownPrefixes, PrefixDigest
 from hearth.policy.fleet.profile import ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
 
@@ -44,6 +46,7 @@ class Request:
     line_s: float = 0.0  #: as in its `Place`
     is_batch: bool = False
     adapter: WantedAdapter | None = None  #: None: the bare model
+    prefixes: tuple[PrefixDigest, ...] = ()
     num_losses: int = 0  #: replicas lost in a step that it was in, as far as known
     queued_s: float = 0.0
     queued_step: int = 0
@@ -135,15 +138,31 @@ class Model:
         return 0.0 if self.profile is None else self.profile.keep_alive_s
 
     @property
+    def unpinned_s(self) -> float:
+        """How long an idle replica without a pin stays warm at most."""
+        keep_alive_s = self.keep_alive_s
+        return SPARE_KEEP_ALIVE_S if keep_alive_s == math.inf else keep_alive_s
+
+    @property
     def is_pinned(self) -> bool:
         return self.profile is not None and (self.profile.is_pinned or math.isinf(self.keep_alive_s))
 
     @property
-    def pinned_replica(self) -> Replica | None:
-        """The oldest wanted replica of a pinned model; the others come and go with the load."""
-        if not self.is_pinned:
-            return None
-        return next((replica for replica in self.replicas.values() if not replica.is_unwanted), None)
+    def num_pinned(self) -> int:
+        """How many replicas should be pinned."""
+        return max(1, self.profile.min_replicas) if self.profile is not None and self.is_pinned else 0
+
+    @property
+    def pinned_replicas(self) -> list[Replica]:
+        """The oldest wanted replicas of a pinned model; the others come and go with the load."""
+        staying = (replica for replica in self.replicas.values() if not replica.is_on_draining_node)
+        return list(islice((one for one in staying if not one.is_unwanted), self.num_pinned))
+
+    @property
+    def has_all_replicas(self) -> bool:
+        """True if it may have no further one. Those that take no new requests do not count."""
+        most = None if self.profile is None else self.profile.max_replicas
+        return most is not None and len(self.usable) >= most
 
     @property
     def is_resident(self) -> bool:
@@ -159,7 +178,9 @@ class Model:
 
     @property
     def first_waiting(self) -> Request | None:
-        return next(iter(self.waiting.values()), None)
+        for request in self.waiting.values():
+            return request
+        return None
 
     def record_failure(self, worker: Worker) -> None:
         self.failed_on[worker.name], worker.failed[self.name] = worker, self
@@ -183,11 +204,32 @@ class Stop:
     is_freed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """An idle replica beside others of its model, by what was known when it became one."""
+
+    need: float  #: how probable it is that the model uses it, from 0 to 1
+    warm_s: float  #: how long it stays warm
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaStage:
+    """The part of a replica on one member of its pipeline."""
+
+    worker: Worker
+    promise: Promise
+    begin: int  #: its first layer
+    end: int  #: the first layer behind it
+    total_bytes: int  #: of its weights
+    loaded_bytes: int = 0  #: of `total_bytes`
+    is_ready: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     model: Model
-    worker: Worker
-    promise: Promise
+    worker: Worker  #: that runs its requests: of a pipeline, the first member
+    promise: Promise  #: of that worker
     total_bytes: int  #: of its weights
     digest: str  #: of its weights
     max_seqs: int = 1  #: its slots: requests that it runs at a time
@@ -208,20 +250,46 @@ class Replica:
     stop: Stop | None = None
     #: It makes room for another model and takes no new requests.
     drain: Drain | None = None
-    #: It is the pinned replica of its model, and its worker can keep it for ever.
+    #: It is a pinned replica of its model, and its worker can keep it for ever.
     has_pin: bool = False
     #: It should be pinned and is not, which was reported.
     is_pin_refused: bool = False
     #: As the books have it. None: not entered yet, or removed.
     hold: Hold | None = None
     #: As its worker has it without requests. After a step it is `hold`, unless that is busy or paused.
-    notified_hold: Hold = Hold.WARM
+    notified_hold: Hold = WARM
     #: The time of the earliest entry for it in `Expiries`; infinite: none.
     expiry_entry_s: float = math.inf
+    #: Of a pipeline, in order; empty: its worker has the whole model.
+    stages: tuple[ReplicaStage, ...] = ()
+    prefixes: KnownPrefixes = field(default_factory=KnownPrefixes)
+    #: None: it has requests, or of its model's idle replicas it was used last.
+    spare: Spare | None = None
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return tuple([stage.worker for stage in self.stages]) or (self.worker,)
+
+    def stage_on(self, worker: Worker) -> ReplicaStage | None:
+        return next((stage for stage in self.stages if stage.worker is worker), None)
+
+    def promise_on(self, worker: Worker) -> Promise:
+        if not self.stages:  # the common case
+            return self.promise
+        stage = self.stage_on(worker)
+        return self.promise if stage is None else stage.promise
+
+    @property
+    def is_on_draining_node(self) -> bool:
+        if self.stages:
+            return any(stage.worker.is_draining for stage in self.stages)
+        return self.worker.is_draining
 
     @property
     def takes_requests(self) -> bool:
-        return not self.is_stale and self.drain is None and not self.worker.is_draining
+        if self.is_stale or self.drain is not None or self.worker.is_draining:
+            return False
+        return not self.stages or not self.is_on_draining_node
 
     @property
     def has_free_slot(self) -> bool:
@@ -239,7 +307,9 @@ class Replica:
 
     @property
     def is_leaving(self) -> bool:
-        return self.is_stale or (self.stop is not None and self.stop.is_freed)
+        """True if it is evicted as soon as it is idle: a pipeline keeps nothing on a node that is drained."""
+        is_freed = self.stop is not None and self.stop.is_freed
+        return self.is_stale or is_freed or (bool(self.stages) and self.is_on_draining_node)
 
     @property
     def is_outdated(self) -> bool:
@@ -257,15 +327,15 @@ class Replica:
 
     @property
     def expires_s(self) -> float:
-        keep_alive_s = self.model.keep_alive_s
-        return self.idle_since_s + (SPARE_KEEP_ALIVE_S if math.isinf(keep_alive_s) else keep_alive_s)
+        unpinned_s = self.model.unpinned_s
+        return self.idle_since_s + (unpinned_s if self.spare is None else min(unpinned_s, self.spare.warm_s))
 
     def hold_at(self, now_s: float) -> Hold:
         if self.has_pin:
-            return Hold.PINNED
+            return PINNED
         if self.running:
-            return Hold.BUSY if self.is_in_turn else Hold.PAUSED
-        return Hold.RETAINED if self.is_unwanted or self.expires_s <= now_s else Hold.WARM
+            return BUSY if self.is_in_turn else PAUSED
+        return RETAINED if self.is_unwanted or self.expires_s <= now_s else WARM
 
 
 @dataclass(slots=True)
@@ -299,6 +369,7 @@ class Worker:
     adapters: KnownAdapters = field(default_factory=KnownAdapters)
     node: NodeId = LOCAL
     is_draining: bool = False  #: its node is being emptied: nothing new is placed here
+    used_s: float = -math.inf  #: when it joined, a load began there or a request ended
 
 
 def _most(bytes_by_rung: Mapping[Rung, int]) -> int:
@@ -308,6 +379,6 @@ def _most(bytes_by_rung: Mapping[Rung, int]) -> int:
 @dataclass(frozen=True, slots=True, eq=False)
 class Drain:
     model: Model  #: that waits for the room
-    worker: Worker
+    workers: tuple[Worker, ...]  #: several if the model waits for a pipeline
     victims: tuple[Replica, ...]
     began_s: float

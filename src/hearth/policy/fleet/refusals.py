@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hearth.core.types import Hold
+from hearth.core.types import Hold, labels_of
 from hearth.policy.fleet.events import Action, Reject, RejectReason
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.policy.fleet.footprint import split_evenly
+from hearth.policy.fleet.pipelines import could_hold, find_stages
+from hearth.policy.fleet.profile import MAX_STAGES, Footprint, ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
 
 MAX_NAMES = 3
+_AVAILABLE = {None: "memory", Hold.WARM: "beside busy models", Hold.BUSY: "beside pinned ones"}
 
 
 def reject(
@@ -43,15 +46,18 @@ def refuse_hopeless(fleet: Fleet) -> list[Action]:
 
 
 def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
-    """Say why no worker could ever hold a model; None if one could, or it is too early to say."""
-    if not fleet.workers or fleet.draining:
+    """Say why no worker could ever hold a model; None if one could, or it is too early to say.
+
+    Never with scaling: a machine that is added may hold it.
+    """
+    if not fleet.workers or fleet.draining or fleet.config.scaling is not None:
         return None
     texts = []
     for kind, index in fleet.capacity.by_kind.items():
         budget_bytes = index.budget.highest or 0
         footprint = profile.footprints.get(kind)
         if footprint is None:
-            texts.append(f"it cannot run on `{kind}`")
+            texts.append(explain_unsuited(profile, kind))
         elif footprint.least_bytes <= budget_bytes:
             return None
         else:
@@ -62,15 +68,58 @@ def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
                 f"{_format_bytes(budget_bytes)}"
             )
     advice = "give workers more memory, or deploy it quantised or with a shorter context"
+    if fleet.capacity.must_stage(profile):
+        if not fleet.is_complete or find_stages(fleet, profile, lambda index: index.budget, _fits_budget):
+            return None
+        texts.append(explain_stages(fleet, profile, None))
+        advice = "add workers, or deploy it quantised or with a shorter context"
+    elif profile.footprints and not profile.stages:
+        advice += "; if several workers could hold it in stages, deploy it again with `--overwrite`"
+    if not profile.footprints:
+        advice = "start a node with such `cluster.labels`, or change the labels of the model"
     return f"model `{profile.model}` fits no worker: {'; '.join(texts)}; {advice}"
+
+
+def _fits_budget(worker: Worker, footprint: Footprint) -> bool:
+    return footprint.least_bytes <= worker.promises.budget_bytes
+
+
+def explain_stages(fleet: Fleet, profile: ModelProfile, most: Hold | None) -> str:
+    """Say how many stages a model needs, and how many workers have room for one.
+
+    `most`: if replicas of a hold up to it were gone; None: all.
+    """
+    texts = []
+    for kind, index in fleet.capacity.by_kind.items():
+        if (sizes := profile.stages.get(kind)) is None:
+            continue
+        shares = split_evenly(sizes, index.budget.highest or 0)
+        num_stages = MAX_STAGES if shares is None else len(shares)
+        needed_bytes = sizes.smallest(num_stages).least_bytes
+        ranking = index.budget if most is None else index.without[most]
+        num_able = sum(1 for _ in ranking.down_to_rank(needed_bytes))
+        texts.append(
+            f"on `{kind}` it needs {num_stages} stages of about {-(-sizes.num_layers // num_stages)} of its "
+            f"{sizes.num_layers} layers, each at least {_format_bytes(needed_bytes)}; "
+            f"{num_able} of {len(index.budget)} workers have that much {_AVAILABLE[most]}"
+        )
+    return "; ".join(texts)
+
+
+def explain_unsuited(profile: ModelProfile, kind: str) -> str:
+    """Say why a model has no footprint for a kind of workers."""
+    if missing := [label for label in profile.labels if label not in labels_of(kind)]:
+        return f"it needs nodes labelled {', '.join(missing)}, which `{kind}` is not"
+    return f"it cannot run on `{kind}`"
 
 
 def explain_pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
     """Say why pinned models leave no room for a model; None if a worker could make some."""
-    if fleet.capacity.has_fitting(profile, Hold.BUSY):
+    if fleet.config.scaling is not None or could_hold(fleet, profile, Hold.BUSY):
         return None
-    texts = []
-    for index, footprint in fleet.capacity.find_suited(profile):
+    must_stage = fleet.capacity.must_stage(profile)
+    texts = [explain_stages(fleet, profile, Hold.BUSY)] if must_stage else []
+    for index, footprint in fleet.capacity.find_suited(profile) if not must_stage else ():
         roomiest = next(index.unpinned.down_to_rank(0), None)
         if roomiest is not None:
             worker = fleet.workers[roomiest]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.estimates import Estimates
-from hearth.policy.fleet.profile import Footprint
+from hearth.policy.fleet.events import Evict
+from hearth.policy.fleet.profile import Footprint, Promise
 from hearth.policy.fleet.records import Replica, Worker
 
 
@@ -19,11 +20,11 @@ from hearth.policy.fleet.records import Replica, Worker
 class Victim:
     replica: Replica
     cost_s: float  #: the reload cost of its weights
+    promise: Promise  #: that its end frees on the worker that needs room
 
     @property
     def rank(self) -> tuple[Hold | None, float, str]:
-        replica = self.replica
-        return replica.hold, self.cost_s / max(1, replica.promise.own_bytes), replica.model.name
+        return self.replica.hold, self.cost_s / max(1, self.promise.own_bytes), self.replica.model.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +33,18 @@ class EvictionPlan:
 
     @property
     def evict_s(self) -> float:
-        return sum(victim.cost_s for victim in self.victims)
+        return sum([victim.cost_s for victim in self.victims])
 
 
 def plan_evictions(
     worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float
 ) -> EvictionPlan | None:
     """Return what to evict for a model; None if it has no room without any idle replica."""
-    if not worker.promises.has_room(footprint, Hold.WARM):
-        return None
     if worker.promises.has_room(footprint):
         return EvictionPlan(())
-    victims = [price_victim(replica, estimates, now_s) for replica in find_idle(worker)]
+    if not worker.promises.has_room(footprint, Hold.WARM):
+        return None
+    victims = [price_victim(replica, worker, estimates, now_s) for replica in find_idle(worker)]
     return EvictionPlan(choose_fewest(worker.promises, victims, lambda left: left.has_room(footprint)))
 
 
@@ -53,7 +54,7 @@ def plan_turn_evictions(
     """Return what to evict for a model that takes turns with the rest; None if it has no turn then."""
     if not worker.promises.can_take_turns(footprint, without=Hold.WARM):
         return None
-    victims = [price_victim(replica, estimates, now_s) for replica in find_idle(worker)]
+    victims = [price_victim(replica, worker, estimates, now_s) for replica in find_idle(worker)]
     return EvictionPlan(choose_fewest(worker.promises, victims, lambda left: left.can_take_turns(footprint)))
 
 
@@ -61,13 +62,19 @@ def find_idle(worker: Worker) -> list[Replica]:
     return [replica for replica in worker.replicas.values() if replica.hold in (Hold.RETAINED, Hold.WARM)]
 
 
-def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim:
-    model = replica.model
+def price_victim(replica: Replica, worker: Worker, estimates: Estimates, now_s: float) -> Victim:
+    model, promise = replica.model, replica.promise_on(worker)
     if model.profile is None or replica.is_stale:
-        return Victim(replica, 0.0)
+        return Victim(replica, 0.0, promise)
     load_s = estimates.load_s(replica.total_bytes, model, replica.worker.node)
-    weight = model.profile.weight
-    return Victim(replica, estimates.reload.cost_s(model.name, load_s, weight, now_s))
+    cost_s = estimates.reload.cost_s(model.name, load_s, model.profile.weight, now_s)
+    return Victim(replica, cost_s if replica.spare is None else replica.spare.need * cost_s, promise)
+
+
+def order_evictions(replica: Replica, cost_s: float, *, is_freed: bool = False) -> list[Evict]:
+    """Return the orders to stop hosting a removed replica, for all of its workers."""
+    name = replica.model.name
+    return [Evict(name, worker.name, cost_s, is_freed) for worker in replica.workers]
 
 
 def choose_fewest(
@@ -80,13 +87,13 @@ def choose_fewest(
         if has_room(promises):
             break
         chosen.append(victim)
-        promises.release(victim.replica.promise, victim.replica.booked_hold)
+        promises.release(victim.promise, victim.replica.booked_hold)
     assert has_room(promises), f"the victims do not suffice: {promises=}"
     spared = set()
     for victim in reversed(chosen):
-        promises.add(victim.replica.promise, victim.replica.booked_hold)
+        promises.add(victim.promise, victim.replica.booked_hold)
         if has_room(promises):
             spared.add(victim.replica)
         else:
-            promises.release(victim.replica.promise, victim.replica.booked_hold)
+            promises.release(victim.promise, victim.replica.booked_hold)
     return tuple(victim for victim in chosen if victim.replica not in spared)

@@ -37,12 +37,17 @@ class ReservedWorkers:
         for drain in drains.values():
             first = drain.model.first_waiting
             if before is None or (first is not None and first.place < before):
-                self.drains[drain.worker.name] = drain
+                self.add_drain(drain)
+
+    def add_drain(self, drain: Drain) -> None:
+        for worker in drain.workers:
+            self.drains[worker.name] = drain
 
     def add_suited(self, profile: ModelProfile) -> None:
-        """Reserve all workers that could ever hold a model, except resting ones."""
+        """Reserve all workers that could ever hold a model or a stage of it, except resting ones."""
         for kind in self.fleet.capacity.by_kind:
-            if (footprint := profile.footprints.get(kind)) is not None:
+            if kind in profile.footprints:
+                footprint = self.fleet.capacity.least_need(profile, kind)
                 known = self.footprints_by_kind.get(kind, [])
                 if not any(_fits_within(one, footprint) for one in known):
                     kept = [one for one in known if not _fits_within(footprint, one)]
@@ -54,21 +59,23 @@ class ReservedWorkers:
         return len(drains) >= len(self.fleet.workers) or self.has_all_kinds
 
     @property
-    def has_all_for_sure(self) -> bool:
-        return not self.fleet.resting and self.has_all_kinds
-
-    @property
     def has_all_kinds(self) -> bool:
-        return all(self._has_kind(kind, index) for kind, index in self.fleet.capacity.by_kind.items())
+        kinds = self.fleet.capacity.by_kind
+        if len(self.footprints_by_kind) < len(kinds):
+            return False
+        return all(self._has_kind(kind, index) for kind, index in kinds.items())
 
     def _has_kind(self, kind: str, index: CapacityIndex) -> bool:
-        least_bytes = min((one.least_bytes for one in self.footprints_by_kind.get(kind, ())), default=None)
-        return least_bytes is not None and least_bytes <= (index.unpinned.lowest or 0)
+        reserved = self.footprints_by_kind.get(kind)
+        if not reserved:
+            return False
+        return min(one.least_bytes for one in reserved) <= (index.unpinned.lowest or 0)
 
     def most_open_bytes(self) -> int:
         """Return what a model may need at most to be loaded now on any worker; not less than it may."""
         self.fleet.rank_workers()
-        drained = [] if self.has_all_drained else [one.worker for one in self.fleet.drains.values()]
+        drains = () if self.has_all_drained else self.fleet.drains.values()
+        drained = [worker for drain in drains for worker in drain.workers]
         most_bytes = max((self._room_bytes(worker) for worker in drained), default=0)
         for kind, index in self.fleet.capacity.by_kind.items():
             if self.fleet.resting or not self._has_kind(kind, index):
@@ -88,10 +95,12 @@ class ReservedWorkers:
             names = (name for name in self.fleet.resting if name in index.promises)
         elif self.has_all_drained and (few := self._find_few(index, footprint, model)) is not None:
             own_bytes = footprint.promise.own_bytes
-            names = iter(index.without(most).sort(few, from_rank=own_bytes, highest_first=roomiest_first))
+            names = iter(index.without[most].sort(few, from_rank=own_bytes, highest_first=roomiest_first))
         else:
             names = index.rank_fitting(footprint, most, roomiest_first=roomiest_first)
         fitting = (name for name in names if index.promises[name].has_room(footprint, most))
+        if not (self.has_all_drained or self.drains or self.footprints_by_kind):
+            return fitting
         return (name for name in fitting if not self.bars(workers[name], footprint, model))
 
     def _find_few(self, index: CapacityIndex, footprint: Footprint, model: ModelId) -> list[WorkerId] | None:
@@ -99,8 +108,8 @@ class ReservedWorkers:
         self.fleet.rank_workers()
         few = index.open.few_from_rank(footprint.promise.own_bytes, MAX_SORTED)
         drain = self.fleet.drains.get(model)
-        if few is not None and drain is not None and drain.worker.name in index.promises:
-            few.append(drain.worker.name)
+        if few is not None and drain is not None:
+            few += [worker.name for worker in drain.workers if worker.name in index.promises]
         return few
 
     def bars(self, worker: Worker, footprint: Footprint, model: ModelId | None = None) -> bool:

@@ -1,13 +1,14 @@
-"""The models on all workers, as `hearth ps` shows them."""
+"""The models on all workers, as `hearth ps` shows them: of a pipeline, each stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
-from hearth.core.types import Hold, ModelId, WorkerId
+from hearth.core.types import Hold, ModelId, WorkerId, transport_between
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Replica
+from hearth.policy.fleet.records import Replica, Worker
 
 
 class State(StrEnum):
@@ -32,27 +33,41 @@ class Resident:
     expires_s: float | None  #: when a warm one becomes retained; None: it is not warm
     is_pin_refused: bool = False  #: it should be pinned, and others would have no room
     max_seqs: int = 1  #: requests that it runs at a time
+    layers: tuple[int, int] | None = None  #: of a stage: the first, and the first behind it; None: all
+    transport: str | None = None  #: of hidden states to this stage; None: it is the first, or the model whole
 
 
 def list_residents(fleet: Fleet, now_s: float) -> list[Resident]:
-    replicas = sorted(fleet.replicas(), key=lambda replica: (replica.worker.name, replica.model.name))
-    return [_describe_resident(replica, now_s) for replica in replicas]
+    hosted = [(worker, replica) for replica in fleet.replicas() for worker in replica.workers]
+    hosted.sort(key=lambda pair: (pair[0].name, pair[1].model.name))
+    return [_describe_resident(replica, worker, now_s) for worker, replica in hosted]
 
 
-def _describe_resident(replica: Replica, now_s: float) -> Resident:
-    state = _describe_state(replica, now_s)
+def _describe_resident(replica: Replica, worker: Worker, now_s: float) -> Resident:
+    state, promise = _describe_state(replica, now_s), replica.promise_on(worker)
+    stage = replica.stage_on(worker)
+    part = replica if stage is None else stage
     return Resident(
         model=replica.model.name,
-        worker=replica.worker.name,
+        worker=worker.name,
         state=state,
-        num_bytes=replica.promise.own_bytes + replica.promise.workspace_bytes,
-        loaded_bytes=replica.loaded_bytes,
-        total_bytes=replica.total_bytes,
+        num_bytes=promise.own_bytes + promise.workspace_bytes,
+        loaded_bytes=part.loaded_bytes,
+        total_bytes=part.total_bytes,
         num_running=len(replica.running),
         expires_s=replica.expires_s if state is State.WARM else None,
         is_pin_refused=replica.is_pin_refused,
         max_seqs=replica.max_seqs,
+        layers=None if stage is None else (stage.begin, stage.end),
+        transport=_describe_transport(replica, worker),
     )
+
+
+def _describe_transport(replica: Replica, worker: Worker) -> str | None:
+    for before, after in pairwise(replica.workers):
+        if after is worker:
+            return transport_between(before.name, after.name)
+    return None
 
 
 def _describe_state(replica: Replica, now_s: float) -> State:

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from hearth.core.types import ModelId
 from hearth.policy.fleet.fleet import Fleet
@@ -40,13 +39,15 @@ class RoomCandidates:
         if not len(self.fleet.queues.for_room):
             return None
         self.fleet.queues.rank_waiting()
-        if self.reserved.has_all_for_sure or self.num_behind > MAX_BEHIND:
+        has_all_kinds = self.reserved.has_all_kinds
+        if (has_all_kinds and not self.fleet.resting) or self.num_behind > MAX_BEHIND:
             return None
         if len(self.fleet.drains) != self.num_drains:  # One that ended gives its worker back to all.
             self.num_drains, self.too_many_bytes = len(self.fleet.drains), sys.maxsize
         self.reserved.add_drained(before=self.place)
         line = self.fleet.queues.for_room
-        found = [(place, name) for name in self._find() if (place := line.rank(name)) is not None]
+        names = self._find(has_all_kinds=has_all_kinds)
+        found = [(place, name) for name in names if (place := line.rank(name)) is not None]
         if not found:
             return None
         place, name = min(found)
@@ -69,15 +70,18 @@ class RoomCandidates:
     def count_behind(self) -> None:
         self.num_behind += self.reserved.has_all
 
-    def _find(self) -> Iterator[ModelId]:
+    def _find(self, *, has_all_kinds: bool) -> Iterator[ModelId]:
         queues, reserved = self.fleet.queues, self.reserved
-        if reserved.has_all_kinds or (reserved.has_all and not reserved.has_all_drained):
-            yield from islice(queues.for_room.from_rank(self.place), 1)
+        if has_all_kinds or (
+            len(reserved.drains) >= len(self.fleet.workers) and not reserved.has_all_drained
+        ):
+            if (name := queues.for_room.first_from_rank(self.place)) is not None:
+                yield name
             return
         yield from (name for name, one in queues.done_drains.items() if self._is_ahead(one.model))
         if self.num_reserving < MAX_RESERVING and (name := self._find_reserving()) is not None:
             yield name
-            if name == next(queues.for_room.from_rank(self.place)):
+            if name == queues.for_room.first_from_rank(self.place):
                 return
         max_bytes = min(reserved.most_open_bytes(), self.too_many_bytes - 1)
         if (name := queues.for_room_by_size.find(self.place, max_bytes)) is not None:
@@ -88,7 +92,7 @@ class RoomCandidates:
 
     def _find_reserving(self) -> ModelId | None:
         reserving = self.fleet.queues.reserving
-        while (name := next(reserving.from_rank(self.place), None)) is not None:
+        while (name := reserving.first_from_rank(self.place)) is not None:
             if keeps_room(self.fleet, self.fleet.models[name]):
                 break
             reserving.drop(name)

@@ -5,7 +5,7 @@ need not evict come first, then those that evict retained models, then warm ones
 those whose busy models leave no room; the cost decides among equals. Workers that still have bytes of the
 model compete with the first of these, if evicting retained models costs less than the bytes save. At most
 `MAX_OPTIONS` workers are compared: those with most of the model, with the least sufficient room, and with the
-most. Of replicas the least busy are compared, half of them with the request's adapter if possible.
+most. Of replicas those are compared that have most of the prompt, or the adapter, and the least busy ones.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import chain, islice
 
 from hearth.core.types import Hold, RequestId, WorkerId
+from hearth.policy.fleet.capacity import BUSY, RETAINED, WARM
 from hearth.policy.fleet.device_bytes import count_missing_bytes
 from hearth.policy.fleet.events import BrainConfig, Option
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.pipelines import PipelinePlan, plan_pipeline
+from hearth.policy.fleet.prefixes import count_tokens
 from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
-from hearth.policy.fleet.refusals import explain_shortage
+from hearth.policy.fleet.refusals import explain_shortage, explain_stages, explain_unsuited
 from hearth.policy.fleet.replica_evictions import EvictionPlan, plan_evictions, plan_turn_evictions
 from hearth.policy.fleet.reserved_workers import MAX_OPTIONS, ReservedWorkers
 
@@ -30,19 +34,26 @@ MAX_BESIDE = 2
 
 
 def routing_cost(
-    config: BrainConfig, queue_s: float, load_s: float, utilisation: float, evict_s: float
+    config: BrainConfig,
+    queue_s: float,
+    load_s: float,
+    utilisation: float,
+    evict_s: float,
+    prompt_s: float = 0.0,
 ) -> float:
     """Return what it costs to serve a request on a worker, in seconds.
 
     `queue_s`: what the request loses by sharing the device. `load_s`: to load the missing bytes.
     `utilisation`: of the worker's budget, from 0 to 1: a full worker is preferred.
-    `evict_s`: reload costs of all replicas that must go.
+    `evict_s`: reload costs of all replicas that must go. `prompt_s`: to compute what is not cached of the
+    prompt.
     """
     return (
         config.queue_weight * queue_s
         + config.load_weight * load_s
         + config.packing_s * (1.0 - utilisation)
         + evict_s
+        + prompt_s
     )
 
 
@@ -59,22 +70,26 @@ class ReplicaPlace:
     evictions: EvictionPlan
     options: tuple[Option, ...]
     takes_turns: bool = False  #: busy models leave no room for it there
+    pipeline: PipelinePlan | None = None  #: None: the worker gets the whole model
+
+    @property
+    def start_s(self) -> float:
+        """How long the load takes, with the reload costs of what is evicted. Stages load at a time."""
+        is_whole = self.pipeline is None  # else all options are its stages
+        parts = [one for one in self.options if not is_whole or one.worker == self.worker.name]
+        return max(one.load_s for one in parts) + self.evictions.evict_s
 
 
 def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
     model = request.model
+    if not model.with_free_slot:
+        return None
     free = (model.replicas[name] for name in model.with_free_slot)
-    open_ = (replica for replica in free if replica.has_slot_for(request, fleet.now_s))
-    replicas = _likely_replicas(request, open_)
+    replicas = _likely_replicas(request, (one for one in free if one.has_slot_for(request, fleet.now_s)))
     if not replicas:
         return None
-    options = [
-        _price_option(
-            fleet, model, replica.worker, adapter_bytes=_missing_adapter_bytes(request, replica.worker)
-        )
-        for replica in replicas
-    ]
-    best = min(range(len(options)), key=lambda at: (options[at].cost_s, options[at].worker))
+    options = [_price_replica(fleet, request, replica) for replica in replicas]
+    _, _, best = min((one.cost_s, one.worker, at) for at, one in enumerate(options))
     num_beside = min(MAX_BESIDE, MAX_OPTIONS - len(options))
     beside = _show_others(fleet, model, {option.worker for option in options}, num_beside)
     return FreeReplica(replicas[best], (*options, *beside))
@@ -84,21 +99,27 @@ def choose_place(
     fleet: Fleet,
     model: Model,
     *,
-    most: Hold = Hold.WARM,
+    most: Hold = WARM,
     reserved: ReservedWorkers | None = None,
+    barred: Set[WorkerId] = frozenset(),
 ) -> ReplicaPlace | None:
-    """Return where to load a model.
+    """Return where to load a model, but not on `barred` workers.
 
     Replicas with a hold up to `most` may be evicted; busy ones are not, but take turns with it. None if no
     other worker that is not reserved has room, or could make it.
     """
     profile, reserved = model.profile, reserved or ReservedWorkers(fleet)
-    if profile is None or not fleet.capacity.has_fitting(profile, most):
+    if profile is None:
         return None
-    barred = model.replicas.keys()
-    place = _choose_unbarred(fleet, model, profile, barred | model.failed_on.keys(), reserved, most)
+    choose = _choose_unbarred
+    if not fleet.capacity.has_fitting(profile, most):
+        if not fleet.capacity.must_stage(profile):
+            return None
+        choose = _choose_pipeline
+    barred = _hosting(model) | barred
+    place = choose(fleet, model, profile, barred | model.failed_on.keys(), reserved, most)
     if place is None and model.failed_on and not model.usable:
-        place = _choose_unbarred(fleet, model, profile, barred, reserved, most)
+        place = choose(fleet, model, profile, barred, reserved, most)
     return place
 
 
@@ -106,11 +127,21 @@ def has_untried_place(fleet: Fleet, model: Model) -> bool:
     """True if a model could be loaded now where it has not failed, and no other one waits for room."""
     if model.profile is None or len(fleet.queues.for_room) > (model.name in fleet.queues.for_room):
         return False
-    most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
+    most = BUSY if fleet.config.takes_turns else WARM
     if model.profile.is_pinned:
-        most = Hold.RETAINED
-    barred = model.replicas.keys() | model.failed_on.keys()
-    return _choose_unbarred(fleet, model, model.profile, barred, ReservedWorkers(fleet), most) is not None
+        most = RETAINED
+    barred = _hosting(model) | model.failed_on.keys()
+    choose = _choose_pipeline if fleet.capacity.must_stage(model.profile) else _choose_unbarred
+    return choose(fleet, model, model.profile, barred, ReservedWorkers(fleet), most) is not None
+
+
+def _hosting(model: Model) -> Set[WorkerId]:
+    """Return the workers that have a replica of a model, or a stage of one."""
+    names = set(model.replicas)
+    for replica in model.replicas.values():
+        if replica.stages:
+            names.update(worker.name for worker in replica.workers)
+    return names
 
 
 def _choose_unbarred(
@@ -135,9 +166,33 @@ def _choose_unbarred(
         worker = fleet.workers[best.worker]
         beside = _show_others(fleet, model, plans.keys(), MAX_OPTIONS - len(options))
         footprint = profile.footprints[worker.kind]
-        takes_turns = going is Hold.BUSY
+        takes_turns = going is BUSY
         return ReplicaPlace(worker, footprint, plans[best.worker], (*options, *beside), takes_turns)
     return None
+
+
+def _choose_pipeline(
+    fleet: Fleet,
+    model: Model,
+    profile: ModelProfile,
+    barred: Set[WorkerId],
+    reserved: ReservedWorkers,
+    most: Hold,
+) -> ReplicaPlace | None:
+    def is_open(worker: Worker, footprint: Footprint) -> bool:
+        return worker.name not in barred and not reserved.bars(worker, footprint, model.name)
+
+    is_too_soon = fleet.now_s < fleet.no_pipeline_until_s
+    plan = None if is_too_soon else plan_pipeline(fleet, profile, is_open, most)
+    if plan is None:
+        return None
+    options = [
+        _price_option(fleet, model, stage.worker, missing_bytes=stage.num_bytes) for stage in plan.stages
+    ]
+    first, evictions = plan.stages[0], EvictionPlan(plan.victims)
+    return ReplicaPlace(
+        first.worker, first.footprint, evictions, tuple(options), plan.takes_turns, pipeline=plan
+    )
 
 
 def _plan_where_bytes_are(
@@ -170,13 +225,13 @@ def _plan_where_bytes_are(
 
 def _could_take(worker: Worker, footprint: Footprint, most: Hold) -> bool:
     """True if a model has room without replicas of a hold up to `most`; busy ones take turns with it."""
-    if most is Hold.BUSY:
-        return worker.promises.can_take_turns(footprint, without=Hold.WARM)
+    if most is BUSY:
+        return worker.promises.can_take_turns(footprint, without=WARM)
     return worker.promises.has_room(footprint, most)
 
 
 def _plan_evictions(fleet: Fleet, profile: ModelProfile, worker: Worker, most: Hold) -> EvictionPlan:
-    plan_of = plan_turn_evictions if most is Hold.BUSY else plan_evictions
+    plan_of = plan_turn_evictions if most is BUSY else plan_evictions
     plan = plan_of(worker, profile.footprints[worker.kind], fleet.estimates, fleet.now_s)
     assert plan is not None, f"worker `{worker.name}` is ranked by room it has not: {worker.promises=}"
     return plan
@@ -201,17 +256,17 @@ def _classify_workers(
                     kind, footprint, going, profile.model, roomiest_first=roomiest_first
                 )
                 others = (n for n in names if n not in barred)
-                if going is Hold.BUSY:
+                if going is BUSY:
                     others = (n for n in others if _could_take(fleet.workers[n], footprint, going))
                 found.update(dict.fromkeys(islice(others, MAX_OPTIONS // 2)))
         return list(islice(found, MAX_OPTIONS))
 
-    yield find_few(None), Hold.RETAINED
-    yield find_few(Hold.RETAINED), Hold.RETAINED
-    if most >= Hold.WARM:
-        yield find_few(Hold.WARM), Hold.WARM
-    if most is Hold.BUSY:
-        yield find_few(Hold.BUSY), Hold.BUSY
+    yield find_few(None), RETAINED
+    yield find_few(RETAINED), RETAINED
+    if most >= WARM:
+        yield find_few(WARM), WARM
+    if most is BUSY:
+        yield find_few(BUSY), BUSY
 
 
 def _price_option(
@@ -222,29 +277,63 @@ def _price_option(
     obstacle: str | None = None,
     evictions: EvictionPlan | None = None,
     adapter_bytes: int = 0,
+    missing_bytes: int | None = None,
+    prompt_s: float = 0.0,
+    cached_tokens: int = 0,
 ) -> Option:
     queue_s = _estimate_queue_s(fleet, model, worker)
-    missing_bytes = count_missing_bytes(model, worker)
-    load_s = fleet.estimates.load_s(missing_bytes, model, worker.node)
-    load_s += fleet.estimates.reload.load_s(adapter_bytes, None)
+    if missing_bytes is None:
+        missing_bytes = count_missing_bytes(model, worker)
+    load_s = fleet.estimates.load_s(missing_bytes, model, worker.node) if missing_bytes else 0.0
+    if adapter_bytes:
+        load_s += fleet.estimates.reload.load_s(adapter_bytes, None)
     evict_s = 0.0 if evictions is None else evictions.evict_s
     utilisation = worker.promises.utilisation
-    cost_s = routing_cost(fleet.config, queue_s, load_s, utilisation, evict_s)
+    cost_s = routing_cost(fleet.config, queue_s, load_s, utilisation, evict_s, prompt_s)
     if evictions is not None and len(fleet.num_workers_by_node) > 1:
         num_beside = sum(one.worker.node == worker.node for one in model.replicas.values())
         cost_s += fleet.config.spread_s * num_beside
     missing_bytes += adapter_bytes
-    return Option(worker.name, queue_s, load_s, utilisation, cost_s, obstacle, evict_s, missing_bytes)
+    return Option(
+        worker.name,
+        queue_s,
+        load_s,
+        utilisation,
+        cost_s,
+        obstacle,
+        evict_s,
+        missing_bytes,
+        prompt_s,
+        cached_tokens,
+    )
+
+
+def _price_replica(fleet: Fleet, request: Request, replica: Replica) -> Option:
+    cached_tokens = replica.prefixes.count_cached(request.prefixes)
+    num_tokens = count_tokens(len(request.prefixes)) - cached_tokens
+    return _price_option(
+        fleet,
+        request.model,
+        replica.worker,
+        adapter_bytes=_missing_adapter_bytes(request, replica.worker),
+        prompt_s=fleet.estimates.prompt_s(request.model.name, num_tokens),
+        cached_tokens=cached_tokens,
+    )
 
 
 def _likely_replicas(request: Request, replicas: Iterable[Replica]) -> list[Replica]:
-    if request.adapter is None:
+    if request.adapter is None and not request.prefixes:
         return list(islice(replicas, MAX_OPTIONS))
-    having, lacking = list[Replica](), list[Replica]()
-    for replica in replicas:
-        (lacking if _missing_adapter_bytes(request, replica.worker) else having).append(replica)
-    del having[max(MAX_OPTIONS // 2, MAX_OPTIONS - len(lacking)) :]
-    return [*having, *lacking[: MAX_OPTIONS - len(having)]]
+    least_busy = list(replicas)
+    if len(least_busy) <= MAX_OPTIONS:
+        return least_busy
+
+    def rate(replica: Replica) -> tuple[int, bool]:
+        cached_tokens = replica.prefixes.count_cached(request.prefixes)
+        return cached_tokens, not _missing_adapter_bytes(request, replica.worker)
+
+    having = nlargest(MAX_OPTIONS // 2, least_busy, key=rate)
+    return [*having, *islice((one for one in least_busy if one not in having), MAX_OPTIONS - len(having))]
 
 
 def _missing_adapter_bytes(request: Request, worker: Worker) -> int:
@@ -253,19 +342,21 @@ def _missing_adapter_bytes(request: Request, worker: Worker) -> int:
 
 
 def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
-    estimates = fleet.estimates
-    own_s = estimates.run_s(model.name)
+    if not worker.busy:
+        return 0.0
+    run_s_by_model, mean_s = fleet.estimates.run_s_by_model, fleet.estimates.run_s()
+    own_s = run_s_by_model.get(model.name, mean_s)
     replica = worker.busy.get(model.name)
     own_queue_s = 0.0 if replica is None else own_s * len(replica.running) / replica.max_seqs
-    others_s = (min(own_s, estimates.run_s(other)) for other in worker.busy if other != model.name)
+    if replica is not None and len(worker.busy) == 1:
+        return own_queue_s
+    others_s = [min(own_s, run_s_by_model.get(one, mean_s)) for one in worker.busy if one != model.name]
     return math.fsum((own_queue_s, *others_s))  # the same in any order of `busy`
 
 
 def _show_others(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_options: int) -> Iterator[Option]:
     done = set(shown)
-    roomiest = chain.from_iterable(
-        index.idle.down_to_rank(index.idle.lowest or 0) for index in fleet.capacity.by_kind.values()
-    )
+    roomiest = chain.from_iterable(reversed(index.idle) for index in fleet.capacity.by_kind.values())
     names = (name for name in chain(model.replicas, roomiest) if name not in done)
     for name in islice(names, max_options):
         done.add(name)
@@ -279,6 +370,8 @@ def explain_wait(fleet: Fleet, request_id: RequestId) -> str | None:
     if request is None or request.replica is not None:
         return None
     model = request.model
+    if model.profile is not None and not model.usable and fleet.capacity.must_stage(model.profile):
+        return f"no worker can hold it: {explain_stages(fleet, model.profile, WARM)}"
     option = next(_show_others(fleet, model, (), max_options=1), None)
     if option is None:
         return "no worker is up"
@@ -289,7 +382,7 @@ def explain_wait(fleet: Fleet, request_id: RequestId) -> str | None:
     footprint = None if model.profile is None else model.profile.footprints.get(worker.kind)
     if footprint is not None and replica is None and worker.name not in model.failed_on:
         takes_turns = fleet.config.takes_turns
-        if _could_take(worker, footprint, Hold.BUSY if takes_turns else Hold.WARM):
+        if _could_take(worker, footprint, BUSY if takes_turns else WARM):
             obstacle = "its room is kept for requests that came first"
         elif takes_turns:
             obstacle = f"{obstacle}; too large to take turns with them"
@@ -310,9 +403,11 @@ def _explain_obstacle(model: Model, worker: Worker) -> str:
         return "has more requests than others with a free slot"
     footprint = None if model.profile is None else model.profile.footprints.get(worker.kind)
     if footprint is None:
-        return f"it cannot run on `{worker.kind}`"
+        return "it was removed" if model.profile is None else explain_unsuited(model.profile, worker.kind)
     if worker.name in model.failed_on:
         return "it failed here before"
+    if model.has_all_replicas:
+        return f"has as many replicas as `max_replicas` allows: {len(model.usable)}"
     if model.with_free_slot:
         return explain_shortage(worker, footprint) or "a free slot elsewhere comes before a second replica"
     return explain_shortage(worker, footprint) or "would lose more, or is no better than those considered"

@@ -2,14 +2,16 @@
 
 Room goes to the first model that waits for some; no later one may take any on workers that could ever hold
 it, so that it cannot starve. After `patience_s` busy models of one worker are drained for it (`drain.py`),
-and only that worker stays reserved. A model without a drainable worker reserves room for `max_drain_s` more.
+and only that worker stays reserved. A model that no worker can hold gets a pipeline (`pipelines.py`), for
+which all its workers are drained. A model without a drainable worker reserves room for `max_drain_s` more.
 
 Slots go in the same order. One in four of a replica is kept for interactive requests, until the waiting batch
 request has been queued for `BATCH_PATIENCE_S`.
 
-The rest goes to second replicas, if loading one takes less time than waiting for a slot and no warm model
-must go, or if a request has waited for `patience_s`. Last come models that are deployed as pinned and on no
-worker.
+The rest goes to further replicas of full models, as many as pay off (`demand.py`) without evicting warm
+models, by turns one for each model, up to its `max_replicas`. If none of a model is loading, it gets one that
+does not pay off, too: for a request that has waited for `patience_s`, or if the queue is filling. Last come
+models that are deployed as pinned and on too few workers, if possible on nodes that do not have them yet.
 """
 
 from __future__ import annotations
@@ -17,11 +19,16 @@ from __future__ import annotations
 import math
 from itertools import islice, takewhile
 
-from hearth.core.types import LOCAL, Hold, ModelId
+from hearth.core.types import LOCAL, Member, ModelId, Pipeline
+from hearth.policy.fleet.capacity import BUSY, PAUSED, RETAINED, WARM
+from hearth.policy.fleet.demand import expect_ends, pays_off
 from hearth.policy.fleet.drain import begin_drain, is_done, is_in_vain, is_needless, may_give_room, plan_drain
-from hearth.policy.fleet.events import Action, Dispatch, Evict, LoadModel, Option, SetTimer, Why
+from hearth.policy.fleet.events import Action, Dispatch, LoadModel, Option, SetTimer, Why
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Drain, Model, Replica, Request
+from hearth.policy.fleet.pipelines import PipelinePlan, could_hold
+from hearth.policy.fleet.prefixes import MAX_DIGESTS, PREFIX_TOKENS
+from hearth.policy.fleet.records import Drain, Model, Replica, ReplicaStage, Request
+from hearth.policy.fleet.replica_evictions import order_evictions
 from hearth.policy.fleet.reserved_workers import ReservedWorkers
 from hearth.policy.fleet.room_candidates import FIRST_PLACE, RoomCandidates, keeps_room, kept_until_s
 from hearth.policy.fleet.routing import ReplicaPlace, choose_place, choose_replica
@@ -32,7 +39,7 @@ MAX_BEHIND, MAX_FULL = 8, 64
 
 def serve_queues(fleet: Fleet) -> list[Action]:
     actions = _end_drains(fleet) + _fill_kept_slots(fleet) + _share_out(fleet)
-    while _drain_for_overdue(fleet):  # From now on only that worker is kept for it.
+    while fleet.queues.for_room and _drain_for_overdue(fleet):  # From now on only that worker is kept for it.
         actions += _share_out(fleet)
     fleet.queues.must_serve = False
     return actions
@@ -45,7 +52,8 @@ def _fill_kept_slots(fleet: Fleet) -> list[Action]:
 
 def _share_out(fleet: Fleet) -> list[Action]:
     reserved = ReservedWorkers(fleet)
-    actions = _serve_room_queue(fleet, reserved)
+    fleet.kept_until_s = math.inf
+    actions = _serve_room_queue(fleet, reserved) if fleet.queues.for_room else []
     if not reserved.has_all:
         actions += _serve_slot_queue(fleet, reserved)
         actions += _load_unasked(fleet, reserved)
@@ -54,13 +62,12 @@ def _share_out(fleet: Fleet) -> list[Action]:
 
 def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
     actions: list[Action] = []
-    fleet.kept_until_s = math.inf
     candidates = RoomCandidates(fleet, reserved)
     while (model := candidates.next()) is not None:
         if not _could_fit(fleet, model):
             candidates.pass_over(model)
             continue
-        most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
+        most = BUSY if fleet.config.takes_turns else WARM
         if (place := choose_place(fleet, model, most=most, reserved=reserved)) is not None:
             actions += _load(fleet, model, place) + _end_drains(fleet)
             continue
@@ -77,23 +84,33 @@ def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
 
 def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
     if (drain := fleet.drains.get(model.name)) is not None:
-        reserved.drains[drain.worker.name] = drain
+        reserved.add_drain(drain)
     elif model.profile is not None and keeps_room(fleet, model):
         reserved.add_suited(model.profile)
 
 
 def _serve_slot_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
     actions: list[Action] = []
-    for name in list(islice(fleet.queues.for_slot.from_rank(FIRST_PLACE), MAX_FULL)):
-        model = fleet.models[name]
-        if not is_second_worthwhile(fleet, model):
-            continue
-        is_overdue = _is_overdue(fleet, model)
-        most = Hold.WARM if is_overdue else Hold.RETAINED
-        place = choose_place(fleet, model, most=most, reserved=reserved)
-        if place is not None and (is_overdue or is_second_worthwhile(fleet, model, place.evictions.evict_s)):
-            actions += _load(fleet, model, place)
+    names = islice(fleet.queues.for_slot.from_rank(FIRST_PLACE), MAX_FULL)
+    models = [fleet.models[name] for name in names]
+    while models:
+        growing = []
+        for model in models:
+            if loads := _load_further(fleet, model, reserved):
+                actions += loads
+                growing.append(model)
+        models = growing
     return actions
+
+
+def _load_further(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> list[Action]:
+    if not needs_replica(fleet, model):
+        return []
+    is_overdue = not model.loading and _is_overdue(fleet, model)
+    place = choose_place(fleet, model, most=WARM if is_overdue else RETAINED, reserved=reserved)
+    if place is None or not (is_overdue or needs_replica(fleet, model, place)):
+        return []
+    return _load(fleet, model, place, int(expect_ends(model, fleet.estimates, place.start_s)))
 
 
 def load_beside_paused(fleet: Fleet, model: Model) -> list[Action]:
@@ -101,27 +118,37 @@ def load_beside_paused(fleet: Fleet, model: Model) -> list[Action]:
 
     Only if there is room without evicting warm models and without turns, and no model waits for it.
     """
-    overdue_s = fleet.now_s - fleet.config.patience_s
-    replicas = model.usable.values()
-    is_stuck = bool(replicas) and all(
-        one.is_ready and one.hold is Hold.PAUSED and one.turn_changed_s <= overdue_s for one in replicas
-    )
-    if not is_stuck or fleet.queues.for_room or model.first_waiting is None:
+    if not fleet.config.takes_turns or not model.usable or fleet.queues.for_room or not model.waiting:
         return []
-    place = choose_place(fleet, model, most=Hold.RETAINED)
+    overdue_s = fleet.now_s - fleet.config.patience_s
+    if model.has_all_replicas or not all(
+        one.is_ready and one.hold is PAUSED and one.turn_changed_s <= overdue_s
+        for one in model.usable.values()
+    ):
+        return []
+    place = choose_place(fleet, model, most=RETAINED)
     return [] if place is None else _load(fleet, model, place)
 
 
-def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bool:
-    """True if another replica of a full model would be ready before the last waiting request has a slot."""
-    if model.profile is None or model.loading or not model.usable or not model.waiting:
+def needs_replica(fleet: Fleet, model: Model, place: ReplicaPlace | None = None) -> bool:
+    """True if a full model should be loaded once more, at a place; None: where that is fastest."""
+    profile, estimates = model.profile, fleet.estimates
+    if profile is None or not model.usable or model.has_all_replicas:
         return False
-    is_queue_filling = 2 * fleet.queues.num_waiting >= fleet.config.max_queue
-    if is_queue_filling or _is_overdue(fleet, model):
-        return True
-    load_s = fleet.estimates.load_s(model.profile.num_bytes, model, LOCAL)
-    run_s = fleet.estimates.run_s(model.name)
-    return load_s + evict_s < run_s * len(model.waiting) / max(1, model.num_running)
+    if model.loading and (model.failed_on or model.num_deadly_loads):  # It may fail again.
+        return False
+    if model.waiting and not model.loading:
+        is_queue_filling = 2 * fleet.queues.num_waiting >= fleet.config.max_queue
+        if is_queue_filling or _is_overdue(fleet, model):
+            return True
+    # The first of several is judged by the fastest load: how long others take is often unknown until then.
+    if place is None or not model.loading:
+        nodes = model.largest_holders or (LOCAL,)
+        start_s = min([estimates.load_s(profile.num_bytes, model, node) for node in nodes])
+        start_s += 0.0 if place is None else place.evictions.evict_s
+    else:
+        start_s = place.start_s
+    return pays_off(model, estimates, start_s, fleet.now_s)
 
 
 def _load_unasked(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
@@ -130,20 +157,32 @@ def _load_unasked(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
         is_failing = model.failure is not None and fleet.now_s < model.failure.until_s
         if is_failing or model.num_deadly_loads > fleet.config.max_resumes:
             continue
-        place = choose_place(fleet, model, most=Hold.RETAINED, reserved=reserved)
-        if place is not None:
+        while model.name in fleet.unplaced and (place := _choose_apart(fleet, model, reserved)) is not None:
             actions += _load(fleet, model, place)
     return actions
 
 
-def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
+def _choose_apart(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> ReplicaPlace | None:
+    """Return where to load a model unasked: if possible on a node without it, however long that takes."""
+    place = None
+    if nodes := {one.worker.node for one in model.replicas.values()}:
+        beside = {name for name, worker in fleet.workers.items() if worker.node in nodes}
+        place = choose_place(fleet, model, most=RETAINED, reserved=reserved, barred=beside)
+    return place or choose_place(fleet, model, most=RETAINED, reserved=reserved)
+
+
+def _load(fleet: Fleet, model: Model, place: ReplicaPlace, num_before: int = 0) -> list[Action]:
+    """Load a model and send it waiting requests.
+
+    Other replicas are expected to serve `num_before` of these first; they wait unless slots would stay free.
+    """
     assert model.profile is not None, f"removed: `{model.name}`"
     actions: list[Action] = []
     for victim in place.evictions.victims:
         fleet.remove(victim.replica)
-        actions.append(Evict(victim.replica.model.name, place.worker.name, victim.cost_s, is_freed=False))
+        actions += order_evictions(victim.replica, victim.cost_s)
     worker, footprint, profile = place.worker, place.footprint, model.profile
-    reused_bytes = model.resident_bytes.get(worker.name, 0)
+    reused_bytes = 0 if place.pipeline is not None else model.resident_bytes.get(worker.name, 0)
     replica = Replica(
         model,
         worker,
@@ -154,22 +193,49 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
         reused_bytes=reused_bytes,
         loaded_bytes=reused_bytes,
     )
-    fleet.add(replica)
     max_kv_bytes = min(footprint.max_kv_bytes, worker.promises.budget_bytes - footprint.fixed_bytes)
-    actions.append(
-        LoadModel(model.name, worker.name, footprint.min_kv_bytes, max_kv_bytes, footprint.promise)
-    )
-    if (first := model.first_waiting) is not None:
+    if footprint.kv_token_bytes:
+        max_digests = max_kv_bytes // footprint.kv_token_bytes // PREFIX_TOKENS
+        replica.prefixes.max_digests = min(MAX_DIGESTS, max_digests)
+    if place.pipeline is not None:
+        actions += _form(fleet, replica, place.pipeline)
+    else:
+        fleet.add(replica)
+        actions.append(
+            LoadModel(model.name, worker.name, footprint.min_kv_bytes, max_kv_bytes, footprint.promise)
+        )
+    at = max(0, min(num_before, len(model.waiting) - replica.max_seqs))
+    if len(model.usable) > 1:
+        for request in list(islice(model.waiting.values(), at, at + replica.max_seqs)):
+            if replica.has_slot_for(request, fleet.now_s):
+                actions.append(_dispatch(fleet, request, replica, Why.DEMAND, place.options))
+    elif (first := model.first_waiting) is not None:
         why = Why.EVICTED if place.evictions.victims else Why.FREE_ROOM
-        why = Why.TURNS if place.takes_turns else why
+        why = _why_now(fleet, first, Why.TURNS if place.takes_turns else why)
         actions.append(_dispatch(fleet, first, replica, why, place.options))
     return actions + fill_slots(fleet, model)
+
+
+def _form(fleet: Fleet, replica: Replica, plan: PipelinePlan) -> list[Action]:
+    replica.stages = tuple(
+        ReplicaStage(one.worker, one.footprint.promise, one.begin, one.end, one.num_bytes)
+        for one in plan.stages
+    )
+    fleet.add(replica)
+    name = replica.model.name
+    members = tuple(Member(one.worker.name, one.begin, one.end) for one in plan.stages)
+    pipeline = Pipeline(f"{name}-{replica.number}", 1, members, plan.num_blocks)
+    needs = [(one.worker.name, one.footprint) for one in plan.stages]
+    return [
+        LoadModel(name, worker, one.min_kv_bytes, one.max_kv_bytes, one.promise, pipeline)
+        for worker, one in needs
+    ]
 
 
 def fill_slots(fleet: Fleet, model: Model) -> list[Action]:
     actions: list[Action] = []
     while (first := model.first_waiting) is not None and (chosen := choose_replica(fleet, first)) is not None:
-        why = Why.RESIDENT if chosen.replica.is_ready else Why.LOADING
+        why = _why_now(fleet, first, Why.RESIDENT if chosen.replica.is_ready else Why.LOADING)
         actions.append(_dispatch(fleet, first, chosen.replica, why, chosen.options))
     return actions
 
@@ -182,14 +248,18 @@ def _dispatch(
         request_id=request.request_id,
         model=request.model.name,
         worker=replica.worker.name,
-        why=Why.WAITED if request.queued_step < fleet.step_number else why,
+        why=why,
         waited_s=fleet.now_s - request.queued_s,
         options=options,
     )
 
 
+def _why_now(fleet: Fleet, request: Request, why: Why) -> Why:
+    return Why.WAITED if request.queued_step < fleet.step_number else why
+
+
 def _could_fit(fleet: Fleet, model: Model) -> bool:
-    return model.profile is not None and fleet.capacity.has_fitting(model.profile, Hold.BUSY)
+    return model.profile is not None and could_hold(fleet, model.profile, BUSY)
 
 
 def _drain_for_overdue(fleet: Fleet) -> bool:
@@ -214,9 +284,10 @@ def _drain_for_overdue(fleet: Fleet) -> bool:
 def _end_drains(fleet: Fleet) -> list[Action]:
     """End drains that are needless or in vain; workers of the latter rest."""
     actions: list[Action] = []
-    while (drain := _find_ending(fleet)) is not None:
+    while fleet.drains and (drain := _find_ending(fleet)) is not None:
         if not is_needless(fleet, drain):
-            fleet.resting[drain.worker.name] = fleet.now_s + fleet.config.max_drain_s
+            until_s = fleet.now_s + fleet.config.max_drain_s
+            fleet.resting.update((worker.name, until_s) for worker in drain.workers)
         actions += _end_drain(fleet, drain)
     return actions
 
@@ -245,22 +316,28 @@ def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
     actions: list[Action] = []
     for replica in drain.victims:
         if replica.hold is not None:
-            fleet.reindex(replica)
             actions += fill_slots(fleet, replica.model)
     return actions
 
 
 def set_timer(fleet: Fleet) -> list[Action]:
     """Order a timer for the next time that matters, unless an earlier one is set."""
-    at_s = min(
-        fleet.expiries.next_s(),
-        fleet.queues.next_overdue_s(fleet.now_s),
-        fleet.kept_until_s,
-        next(iter(fleet.resting.values()), math.inf),
-        next((one.began_s for one in fleet.drains.values() if not is_done(one)), math.inf)
-        + fleet.config.max_drain_s,
-    )
-    if at_s >= (math.inf if fleet.timer_s is None else fleet.timer_s):
+    before_s = math.inf if fleet.timer_s is None else fleet.timer_s
+    at_s = min(before_s, fleet.kept_until_s, fleet.next_scaling_s)
+    if fleet.no_pipeline_until_s > fleet.now_s:
+        at_s = min(at_s, fleet.no_pipeline_until_s)
+    if fleet.resting:
+        at_s = min(at_s, next(iter(fleet.resting.values())))
+    for drain in fleet.drains.values():
+        if (until_s := drain.began_s + fleet.config.max_drain_s) >= at_s:
+            break
+        if not is_done(drain):
+            at_s = until_s
+    if (overdue_s := fleet.queues.next_overdue_s(fleet.now_s, at_s)) is not None:
+        at_s = overdue_s
+    if (expiry_s := fleet.expiries.next_s(at_s)) is not None:
+        at_s = expiry_s
+    if at_s >= before_s:
         return []
     fleet.timer_s = at_s
     return [SetTimer(at_s)]
@@ -268,5 +345,4 @@ def set_timer(fleet: Fleet) -> list[Action]:
 
 def _is_overdue(fleet: Fleet, model: Model) -> bool:
     first = model.first_waiting
-    assert first is not None, f"no request waits for `{model.name}`"
-    return fleet.now_s >= first.overdue_s(fleet.config.patience_s)
+    return first is not None and fleet.now_s >= first.overdue_s(fleet.config.patience_s)

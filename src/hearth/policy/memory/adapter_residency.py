@@ -8,6 +8,9 @@ loaded at most once, however popular the others are.
 Adapters of a base without its turn may be evicted as if they were idle. They are loaded again, before all
 others, ahead of the base's next step (`lacking`).
 
+A request to a model in stages is ahead on a worker while the workers before it in the pipeline have no room
+for its adapter: until then it cannot start, and nothing is evicted for it.
+
 While a model waits for room that it is promised, no adapter is placed and none takes new requests. Then
 pinned adapters are evicted as well, and those of a base that makes no step because it lacks another.
 """
@@ -15,7 +18,7 @@ pinned adapters are evicted as well, and those of a base that makes no step beca
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from hearth.core.types import AdapterId, ModelId
@@ -38,6 +41,7 @@ class _AdapterRun:
     adapter: AdapterId
     base: ModelId
     arrived_s: float
+    is_ahead: bool
 
 
 @dataclass(slots=True)
@@ -82,8 +86,16 @@ class AdapterResidency:
     # Events.
 
     def asked(
-        self, adapter: AdapterId, run: int, base: ModelId, arrived_s: float, *, is_pinned: bool
+        self,
+        adapter: AdapterId,
+        run: int,
+        base: ModelId,
+        arrived_s: float,
+        *,
+        is_pinned: bool,
+        is_ahead: bool = False,
     ) -> None:
+        """`is_ahead`: the request may start after `confirmed`."""
         known = self.known.get(adapter)
         if known is None:
             known = self.known[adapter] = KnownAdapter(is_pinned)
@@ -91,7 +103,12 @@ class AdapterResidency:
         known.is_pinned = is_pinned
         known.waiting.add(run)
         self._waited[adapter] = None
-        self._runs[run] = _AdapterRun(adapter, base, arrived_s)
+        self._runs[run] = _AdapterRun(adapter, base, arrived_s, is_ahead)
+
+    def confirmed(self, run: int) -> None:
+        """Note that a request that was ahead may start. One that has ended is ignored."""
+        if (ahead := self._runs.get(run)) is not None:
+            self._runs[run] = replace(ahead, is_ahead=False)
 
     def found(self, adapter: AdapterId) -> None:
         known = self.known.get(adapter)
@@ -126,8 +143,8 @@ class AdapterResidency:
         if not known.running:
             self._lacking.discard(ended.adapter)
         self._forget_unused(ended.adapter)
-        if self._draining and not any(self.known[adapter].waiting for adapter in self._absent):
-            self._draining.clear()  # the room is not needed any more
+        if self._draining and not self._is_room_wanted():
+            self._draining.clear()
         return ended.adapter if was_last else None
 
     def placed(self, adapter: AdapterId, num_bytes: int) -> None:
@@ -168,7 +185,8 @@ class AdapterResidency:
         takers = [adapter for adapter in wanted if self.known[adapter].state is AdapterState.LOADED]
         if not takers or self._is_promise_short():
             return []
-        return sorted((run for adapter in takers for run in self.known[adapter].waiting), key=self._age)
+        waiting = (run for adapter in takers for run in self.known[adapter].waiting)
+        return sorted((run for run in waiting if not self._runs[run].is_ahead), key=self._age)
 
     def runs_of(self, adapter: AdapterId) -> list[int]:
         known = self.known.get(adapter)
@@ -200,13 +218,13 @@ class AdapterResidency:
             for adapter in self._absent
             if (known := self.known[adapter]).state is AdapterState.FOUND
             for run in known.waiting | known.running
-            if self._is_active(self._runs[run].base)
+            if self._may_evict(run)
         )
         first = min(wanted, default=None)
         return None if first is None else first[-1]
 
     def early(self) -> list[AdapterId]:
-        """Return absent adapters of models that wait for their turn or are not loaded yet.
+        """Return absent adapters whose requests are ahead, or whose models have no turn or engine.
 
         Nothing is evicted for them: they are placed where memory is free.
         """
@@ -216,7 +234,7 @@ class AdapterResidency:
             adapter
             for adapter in self._absent
             if (known := self.known[adapter]).state is AdapterState.FOUND
-            if not any(self._is_active(self._runs[run].base) for run in known.waiting | known.running)
+            if not any(map(self._may_evict, known.waiting | known.running))
         ]
 
     def idle(self, *, is_promised: bool = False) -> list[AdapterId]:
@@ -259,12 +277,14 @@ class AdapterResidency:
                 left_bytes -= in_use[adapter].num_bytes
         return bool(in_use)
 
-    def last_in_use(self) -> AdapterId | None:
-        """Return the adapter in use whose oldest request is the youngest; None: no step uses any."""
+    def last_in_use(
+        self, is_eligible: Callable[[AdapterId], bool] = lambda adapter: True
+    ) -> AdapterId | None:
+        """Return the eligible adapter in use whose oldest request is the youngest; None: no step uses any."""
         in_use = [
             adapter
             for adapter, known in self.known.items()
-            if known.state is AdapterState.LOADED and self._is_stepped(known)
+            if known.state is AdapterState.LOADED and self._is_stepped(known) and is_eligible(adapter)
         ]
         return max(in_use, key=lambda adapter: self._age(self.runs_of(adapter)[0]), default=None)
 
@@ -300,6 +320,14 @@ class AdapterResidency:
         assert self._waited.keys() == waited, f"{self._waited=} {waited=}"
         num_runs = sum(len(known.waiting) + len(known.running) for known in self.known.values())
         assert num_runs == len(self._runs), f"{num_runs=} {len(self._runs)=}"
+
+    def _is_room_wanted(self) -> bool:
+        """True if a request that is not ahead waits for an absent adapter."""
+        waiting = (run for adapter in self._absent for run in self.known[adapter].waiting)
+        return any(not self._runs[run].is_ahead for run in waiting)
+
+    def _may_evict(self, run: int) -> bool:
+        return not self._runs[run].is_ahead and self._is_active(self._runs[run].base)
 
     def _is_in_use(self, known: KnownAdapter) -> bool:
         return any(self._is_active(self._runs[run].base) for run in known.running)

@@ -166,6 +166,13 @@ class ReclaimPolicy:
 
     # KV.
 
+    def take_floor(self, model: ModelId, num_blocks: int) -> Orders:
+        """Give a model promised KV before it has requests; return how many blocks it got."""
+        num_got = yield GrowKv(model, num_blocks, 0)
+        if num_got < num_blocks:
+            num_got += yield from self._grow_by_force(model, num_blocks - num_got, 0, is_promised=True)
+        return num_got
+
     def before_step(self, model: ModelId, elastic: Elastic, use: KvUse) -> Orders:
         """Give a model the tables and, as far as possible, the KV that its next step wants.
 

@@ -19,6 +19,7 @@ HORIZON_S = 600.0
 PRIOR_BYTES_PER_S: Mapping[Rung, float] = MappingProxyType(
     {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.PEER: 1e9, Rung.OBJECT: 0.2e9}
 )
+_NEAREST_FIRST = (Rung.HOST, Rung.DISK, Rung.PEER)
 _FROM_HOST: Mapping[Rung, float] = MappingProxyType({Rung.HOST: 1.0})
 #: A paused model that is due sooner counts as due then.
 MIN_DUE_S = 0.05
@@ -124,16 +125,16 @@ class ReloadCosts:
         """
         if bytes_by_rung is None:
             return num_bytes / self.bytes_per_s(Rung.DISK)
-        host_bytes = min(num_bytes, bytes_by_rung.get(Rung.HOST, 0))
-        disk_bytes = min(num_bytes - host_bytes, bytes_by_rung.get(Rung.DISK, 0))
-        peer_bytes = min(num_bytes - host_bytes - disk_bytes, bytes_by_rung.get(Rung.PEER, 0))
-        object_bytes = num_bytes - host_bytes - disk_bytes - peer_bytes
-        return (
-            host_bytes / self.bytes_per_s(Rung.HOST)
-            + disk_bytes / self.bytes_per_s(Rung.DISK)
-            + peer_bytes / (peer_bytes_per_s or self.bytes_per_s(Rung.PEER))
-            + object_bytes / self.bytes_per_s(Rung.OBJECT)
-        )
+        load_s = 0.0
+        for rung in _NEAREST_FIRST:
+            part_bytes = min(num_bytes, bytes_by_rung.get(rung, 0))
+            if part_bytes:
+                own_bytes_per_s = peer_bytes_per_s if rung is Rung.PEER else None
+                load_s += part_bytes / (own_bytes_per_s or self.bytes_per_s(rung))
+                num_bytes -= part_bytes
+            if not num_bytes:
+                return load_s
+        return load_s + num_bytes / self.bytes_per_s(Rung.OBJECT)
 
     def p_wanted(self, model: str, now_s: float) -> float:
         return self.demand.probability(model, now_s, HORIZON_S)

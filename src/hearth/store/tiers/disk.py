@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,6 +51,7 @@ class DiskLocation:
 class DiskCounters:
     num_hits: int = 0
     num_kept: int = 0
+    num_not_kept: int = 0  #: the disk was full, or failed; counted by the reader
     num_evicted: int = 0
     num_condemned: int = 0
     num_collected: int = 0
@@ -153,8 +154,16 @@ class DiskTier:
             return locations
 
     def holds(self, chunk_id: ChunkId) -> bool:
+        return bool(self.resident([chunk_id]))
+
+    def resident(self, chunk_ids: Iterable[ChunkId]) -> list[ChunkId]:
         with self._lock:
-            return chunk_id in self._files or chunk_id in self._locations
+            return [one for one in chunk_ids if one in self._files or one in self._locations]
+
+    def models(self) -> dict[Path, StoredManifest]:
+        """Return what is registered, by directory: all models under the root, and others that were opened."""
+        with self._lock:
+            return {directory: model.manifest for directory, model in self._models.items()}
 
     def verified(self, location: DiskLocation, known: LocalHash) -> None:
         """Learn the xxh3 of a chunk in a file of weights, whose digest was found right.
@@ -202,6 +211,11 @@ class DiskTier:
                     self.counters.num_kept += 1
                     self.counters.kept_bytes += data.nbytes
         return True
+
+    def free(self, num_bytes: int, price: Callable[[str], Price]) -> int:
+        """Evict the cheapest chunk files of so many bytes, or all of them; return the bytes."""
+        with self._lock:
+            return self._evict(num_bytes, price)
 
     def condemn(self, location: DiskLocation) -> None:
         """Delete a bad chunk file; leave bad weights out until their model is registered again."""
@@ -283,13 +297,16 @@ class DiskTier:
                 f"{self.capacity_bytes} are used, too few of them by chunks that can be evicted; "
                 "raise the quota or delete a model"
             )
-        while excess_bytes > 0:
-            cheapest = self._order.pop(self._files, price)
-            assert cheapest is not None, f"books say {excess_bytes=} can be evicted: {self._files}"
-            evicted_bytes = self._delete(ChunkId(cheapest))
-            excess_bytes -= evicted_bytes
+        self._evict(excess_bytes, price)
+
+    def _evict(self, num_bytes: int, price: Callable[[str], Price]) -> int:
+        evicted_bytes = 0
+        while evicted_bytes < num_bytes and (cheapest := self._order.pop(self._files, price)) is not None:
+            num_freed = self._delete(ChunkId(cheapest))
+            evicted_bytes += num_freed
             self.counters.num_evicted += 1
-            self.counters.evicted_bytes += evicted_bytes
+            self.counters.evicted_bytes += num_freed
+        return evicted_bytes
 
     def _delete(self, chunk_id: ChunkId) -> int:
         path = self._path(chunk_id, self._files[chunk_id])

@@ -18,7 +18,8 @@ class ChunkArrival:
 
     digest: Digest  #: of the bytes that came
     hash_s: float
-    source: str = ""  #: the node that sent them
+    rung: Rung = Rung.OBJECT
+    source: str = ""  #: the node that sent them, or the object storage of another node's URL
 
 
 class RemoteFiles(Protocol):
@@ -34,14 +35,23 @@ class RemoteFiles(Protocol):
         """Raises ChunkMissing, BadCheckpoint for a file of more than `max_bytes`, and Unreachable."""
 
     def read_chunk(
-        self, manifest: StoredManifest, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+        self,
+        manifest: StoredManifest,
+        index: int,
+        buffer: memoryview,
+        is_wanted: Callable[[], bool],
+        *,
+        is_host_only: bool = False,
     ) -> ChunkArrival:
-        """Fill the buffer. Raises ChunkMissing, Unreachable, and LoadCancelled if `is_wanted` turns false."""
+        """Fill the buffer, from another machine's host memory alone if `is_host_only`.
+
+        Raises ChunkMissing, Unreachable, and LoadCancelled if `is_wanted` turns false.
+        """
 
     def is_faster(self, index: int, bytes_per_s: float) -> bool:
         """True if a chunk is known to come faster than this from another machine's host memory."""
 
-    def distrust(self, source: str) -> None:
+    def report_corrupt(self, source: str) -> None:
         """Ask a source that sent wrong bytes no more for a while."""
 
 

@@ -82,8 +82,11 @@ class RemoteModel:
 
     rung = Rung.OBJECT
 
-    def __init__(self, url: str, retry: Retry = PATIENT) -> None:
+    def __init__(self, url: str, retry: Retry = PATIENT, signature: str = "") -> None:
+        """`signature`: the query of a presigned URL, which no message shows."""
         self.url = url.rstrip("/")
+        self.was_refused = False  #: the credentials or the signature, by the server
+        self._signature = signature
         self.counters = Counters()
         self._retry = retry
         #: By the bytes of a request, rounded up: the client library knows one limit of time per client.
@@ -96,6 +99,18 @@ class RemoteModel:
         """Raises ChunkMissing, BadCheckpoint for a file of more than `max_bytes`, and Unreachable."""
         return self._read(name, None, max_bytes=max_bytes).to_bytes()
 
+    def signed_url(self, valid_s: float) -> str:
+        """Return a URL at which weights.bin can be read without credentials. Raises Unreachable."""
+        endpoint = self._endpoint(CHUNK_BYTES)
+        if isinstance(endpoint.store, HTTPStore):
+            return f"{self.url}/{WEIGHTS}"
+        if not endpoint.can_sign:
+            raise Unreachable(f"no URL of `{self.url}` can be signed: it is read by {endpoint.asker}")
+        try:
+            return obstore.sign(endpoint.store, "GET", WEIGHTS, timedelta(seconds=valid_s))
+        except BaseError as error:
+            raise Unreachable(f"no URL of `{self.url}` can be signed: {_reason(error)}") from error
+
     def read_into(self, offset: int, buffer: memoryview, is_wanted: Callable[[], bool] = _always) -> None:
         """Fill the buffer from weights.bin; it is untouched until all bytes are here.
 
@@ -107,8 +122,15 @@ class RemoteModel:
             buffer[:] = memoryview(self._read(WEIGHTS, part, is_wanted))
 
     def read_chunk(
-        self, manifest: StoredManifest, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+        self,
+        manifest: StoredManifest,
+        index: int,
+        buffer: memoryview,
+        is_wanted: Callable[[], bool],
+        *,
+        is_host_only: bool = False,
     ) -> ChunkArrival:
+        assert not is_host_only, "object storage has no host memory"
         self.read_into(manifest.chunk_range(index).begin, buffer, is_wanted)
         began_s = time.perf_counter()
         return ChunkArrival(digest_of(buffer), time.perf_counter() - began_s)
@@ -116,7 +138,7 @@ class RemoteModel:
     def is_faster(self, index: int, bytes_per_s: float) -> bool:
         return False
 
-    def distrust(self, source: str) -> None:
+    def report_corrupt(self, source: str) -> None:
         """There is no other source."""
 
     def _read(
@@ -159,7 +181,8 @@ class RemoteModel:
         size_bytes = max(MIN_LIMITED_BYTES, 1 << (num_bytes - 1).bit_length())
         known = self._endpoints.get(size_bytes)  # made twice at the same moment it does no harm
         if known is None:
-            known = self._endpoints[size_bytes] = _open(self.url, self._retry, size_bytes)
+            known = _open(self.url, self._retry, size_bytes, self._signature)
+            self._endpoints[size_bytes] = known
         return known
 
     def _request(
@@ -178,6 +201,7 @@ class RemoteModel:
                 raise BadCheckpoint(f"`{url}` is too large, limit: {max_bytes} bytes, given: {size_bytes}")
             data = answer.bytes()
         except (BaseError, FileNotFoundError) as error:
+            self.was_refused |= isinstance(error, PermissionDeniedError | UnauthenticatedError)
             raise _translate(error, url, part, endpoint) from error
         if part and len(data) != part.end - part.begin:
             raise _Passing(f"{len(data)} bytes came, wanted: {part.end - part.begin}")
@@ -232,7 +256,7 @@ def _reason(error: Exception) -> str:
     if status := re.search(r"status code: (\d{3}[^:\n]*)", text):
         code = re.search(r"<Code>(\w+)</Code>", text)  # what S3 says beyond the status
         return f"{status[1]} {code[1]}" if code else status[1]
-    summary = text.partition("\n")[0].rpartition(" - ")[2][:200]
+    summary = re.sub(r"\?\S+", "", text.partition("\n")[0].rpartition(" - ")[2])[:200]  # no signature
     kind = re.search(r"HttpError \{\s+kind: (\w+)", text)
     return f"{summary} ({kind[1]})" if kind else summary
 
@@ -242,9 +266,10 @@ class _Endpoint:
     store: HTTPStore | S3Store
     asker: str  #: for messages: the credentials that the server may refuse
     limit_s: float  #: for one request
+    can_sign: bool = False
 
 
-def _open(url: str, retry: Retry, num_bytes: int) -> _Endpoint:
+def _open(url: str, retry: Retry, num_bytes: int, signature: str) -> _Endpoint:
     """Make a client for requests of at most so many bytes. Raises ConfigError for URL or credentials."""
     try:
         parts = urlsplit(url)
@@ -260,14 +285,17 @@ def _open(url: str, retry: Retry, num_bytes: int) -> _Endpoint:
             )
         limit_s = retry.limit_s(num_bytes)
         is_s3 = parts.scheme == "s3"
-        return _open_s3(url, retry, limit_s) if is_s3 else _open_http(url, retry, limit_s)
+        return _open_s3(url, retry, limit_s) if is_s3 else _open_http(url, retry, limit_s, signature)
     except (BaseError, ValueError) as error:
         raise ConfigError(f"`{url}` cannot be used as the URL of a model: {_reason(error)}") from error
 
 
-def _open_http(url: str, retry: Retry, limit_s: float) -> _Endpoint:
+def _open_http(url: str, retry: Retry, limit_s: float, signature: str) -> _Endpoint:
     options = _client_options(retry, url, limit_s)
-    asker = "a request without credentials, which is all that Hearth sends to plain HTTP servers"
+    if signature:
+        url, asker = f"{url}?{signature}", "a presigned URL, which may have expired"
+    else:
+        asker = "a request without credentials, which is all that Hearth sends to plain HTTP servers"
     return _Endpoint(HTTPStore(url, client_options=options, retry_config=NO_RETRY), asker, limit_s)
 
 
@@ -288,7 +316,7 @@ def _open_s3(url: str, retry: Retry, limit_s: float) -> _Endpoint:
         log.info("object_unsigned url=%s reason=%s", url, signer.who)
     client_options = _client_options(retry, access.endpoint or url, limit_s)
     store = S3Store.from_url(url, config=config, client_options=client_options, retry_config=NO_RETRY)
-    return _Endpoint(store, signer.who, limit_s)
+    return _Endpoint(store, signer.who, limit_s, can_sign=not signer.is_anonymous)
 
 
 def _client_options(retry: Retry, server: str, limit_s: float) -> ClientConfig:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from hearth.core.config import CPU_HOST_BYTES, StoreConfig
 from hearth.core.errors import (
     BadCheckpoint,
     ChunkCorrupt,
-    HearthError,
     ModelNotOpen,
     StoreError,
+    StoreFull,
     Unreachable,
     UpstreamChanged,
 )
@@ -53,7 +52,8 @@ from hearth.store.tiers.upstream import (
 )
 from hearth.store.transfer.chunk_reader import ChunkReader
 from hearth.store.transfer.fetch import Fetch, Fetcher
-from hearth.store.transfer.peers import PeerModel, Peers
+from hearth.store.transfer.peer_model import PeerModel
+from hearth.store.transfer.peers import Peers
 from hearth.store.transfer.record import LoadRecord, rung_bytes
 
 log = logging.getLogger(__name__)
@@ -127,16 +127,19 @@ class Tiers:
             return self._admit(self._open_newest(address, weight))
         return self._open_version(address, weight)
 
-    def know(self, where_by_digest: Mapping[Digest, str]) -> None:
+    def set_known_models(self, where_by_digest: Mapping[Digest, str]) -> None:
         """Learn where models are that `find` may have to open, in the place of all known before."""
         self._known = where_by_digest
 
     def find(self, digest: Digest) -> StoredModel:
-        """Return an opened or known model. Raises ModelNotOpen, and as `open`."""
+        """Return a model that is opened, known or described on disk. Raises ModelNotOpen, and as `open`."""
         for opened in list(self._opened.values()):
             if opened.model.manifest.digest == digest:
                 return opened.model
         if digest not in self._known:
+            for directory, manifest in self.disk.models().items():
+                if manifest.digest == digest:
+                    return StoredModel(directory.name, manifest, directory)
             raise ModelNotOpen(f"no model {digest} is known on this node")
         model = self.open(self._known[digest])
         if model.manifest.digest != digest:
@@ -184,6 +187,32 @@ class Tiers:
     def fetch(self, model: StoredModel, chunks: Sequence[int], *, pass_through: bool = False) -> Fetch:
         return self.fetcher.fetch(model, chunks, pass_through=pass_through)
 
+    def fetch_planned(self, model: StoredModel) -> Fetch | None:
+        """Start fetching what a plan of the head names, in its order.
+
+        None: there is no plan, another load follows it, or chunks would not stay until the load takes them.
+        """
+        if not isinstance(model.remote, PeerModel) or not self._keeps_all(model):
+            return None
+        ids = model.manifest.chunk_ids
+        missing = set(ids) - {*self.fetcher.resident(ids), *self.disk.resident(ids)}
+        order = model.remote.begin_plan([index for index, one in enumerate(ids) if one in missing])
+        return self.fetcher.fetch_planned(model, order) if order else None
+
+    def has_plan(self, model: StoredModel) -> bool:
+        """True if some chunks of a model are still to come from certain nodes."""
+        return isinstance(model.remote, PeerModel) and bool(model.remote.plan.order)
+
+    def _keeps_all(self, model: StoredModel) -> bool:
+        """True if host memory has room for a model, or the disk."""
+        if self._keeps_chunks and len(model.manifest.chunks) <= self.segment.num_cells:
+            return True
+        return self.disk.capacity_bytes is None or model.manifest.num_bytes <= self.disk.capacity_bytes
+
+    def end_plan(self, model: StoredModel) -> None:
+        if isinstance(model.remote, PeerModel):
+            model.remote.end_plan()
+
     def prefetch(self, model: StoredModel) -> Fetch | None:
         """Start fetching what host memory lacks of a model, behind all loads.
 
@@ -217,19 +246,13 @@ class Tiers:
         sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
         return sum(sizes[chunk_id] for chunk_id in self.fetcher.resident(sizes))
 
-    def held(self, digests: Collection[Digest]) -> Iterator[HeldChunks]:
-        """Yield which chunks of models lie in host memory and on disk. Skips models that cannot be opened.
-
-        Without `digests`, those of all opened models.
-        """
-        opened = {one.model.manifest.digest for one in list(self._opened.values())}
-        for digest in digests or sorted(opened):
-            with suppress(HearthError):
-                ids = self.find(digest).manifest.chunk_ids
-                resident = set(self.fetcher.resident(ids))
-                yield HeldChunks(
-                    digest, _mask(one in resident for one in ids), _mask(map(self.disk.holds, ids))
-                )
+    def held(self) -> Iterator[HeldChunks]:
+        """Yield which chunks lie in host memory and on disk, of all models opened or described on disk."""
+        for digest, ids in {one.digest: one.chunk_ids for one in self.disk.models().values()}.items():
+            in_host, on_disk = set(self.fetcher.resident(ids)), set(self.disk.resident(ids))
+            yield HeldChunks(
+                digest, _mask(one in in_host for one in ids), _mask(one in on_disk for one in ids)
+            )
 
     def forget(self, where: str | Path) -> Path:
         """Forget a model that is no longer deployed; return the directory of its description.
@@ -339,7 +362,20 @@ class Tiers:
             write_upstream(directory, Upstream(found.manifest.digest))
 
     def _describe(self, remote: RemoteFiles, found: _Description, directory: Path) -> None:
+        """Write a description. Where the disk is full, chunks give way: they can be fetched again."""
         num_bytes = len(found.text) + sum(file.num_bytes for file in found.manifest.files)
+        try:
+            self._write_description(remote, found, directory, num_bytes)
+        except StoreFull as error:
+            freed_bytes = self.disk.free(num_bytes, self.prices.of_disk_chunk)
+            log.warning("disk_full model=%s evicted_bytes=%d reason=%s", directory.name, freed_bytes, error)
+            if not freed_bytes:
+                raise
+            self._write_description(remote, found, directory, num_bytes)
+
+    def _write_description(
+        self, remote: RemoteFiles, found: _Description, directory: Path, num_bytes: int
+    ) -> None:
         # Another thread or process that opens it at the same time waits, and finds it done.
         with staged(directory, num_bytes, overwrite=True, wait=True) as staging:
             for file in found.manifest.files:

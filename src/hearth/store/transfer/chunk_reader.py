@@ -58,7 +58,10 @@ class ChunkReader:
         if model.remote is None:
             return False
         is_on_disk = self._disk.holds(model.manifest.chunk_ids[index])
-        return not is_on_disk or model.remote.is_faster(index, self._disk_bytes_per_s())
+        return not is_on_disk or self._is_faster(model, index)
+
+    def _is_faster(self, model: StoredModel, index: int) -> bool:
+        return model.remote is not None and model.remote.is_faster(index, self._disk_bytes_per_s())
 
     def deliver(
         self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
@@ -67,14 +70,15 @@ class ChunkReader:
         failures: list[StoreError] = []
         from_disk = partial(self._from_disk, model, index, buffer, failures)
         from_remote = partial(self._from_remote, model, index, buffer, failures, is_wanted)
-        first, second = (from_remote, from_disk) if self.is_far(model, index) else (from_disk, from_remote)
-        delivery = first() or second()
+        is_on_disk = self._disk.holds(model.manifest.chunk_ids[index])
+        delivery = from_remote(is_host_only=True) if is_on_disk and self._is_faster(model, index) else None
+        delivery = delivery or from_disk() or from_remote()
         if delivery is None:
             raise _not_found(model, index, failures)
         return delivery
 
     def keep(self, model: StoredModel, index: int, data: memoryview) -> None:
-        """Write a chunk from elsewhere to disk. A failure is only logged: no load depends on it."""
+        """Write a chunk from elsewhere to disk. A failure is logged and counted: no load depends on it."""
         if self._disk.holds(model.manifest.chunk_ids[index]):
             return
         failure = None
@@ -87,6 +91,7 @@ class ChunkReader:
             if failure is not None and not self._is_full_known:
                 log.warning("chunks_not_kept model=%s reason=%s", model.name, failure)
             self._is_full_known = failure is not None
+            self._disk.counters.num_not_kept += failure is not None
 
     def _from_disk(
         self, model: StoredModel, index: int, buffer: memoryview, failures: list[StoreError]
@@ -127,6 +132,8 @@ class ChunkReader:
         buffer: memoryview,
         failures: list[StoreError],
         is_wanted: Callable[[], bool],
+        *,
+        is_host_only: bool = False,
     ) -> Delivery | None:
         remote = model.remote
         if remote is None:
@@ -135,7 +142,9 @@ class ChunkReader:
         for num_wrong in range(MAX_WRONG_ANSWERS):
             began_s = time.perf_counter()
             try:
-                arrival = remote.read_chunk(model.manifest, index, buffer, is_wanted)
+                arrival = remote.read_chunk(
+                    model.manifest, index, buffer, is_wanted, is_host_only=is_host_only
+                )
             except StoreError as error:
                 failures.append(error)
                 if isinstance(error, ChunkMissing) and (change := _change_upstream(model, remote)):
@@ -144,12 +153,13 @@ class ChunkReader:
             found, source = arrival.digest, arrival.source
             read_s = time.perf_counter() - began_s - arrival.hash_s
             if found == chunk.digest:
+                node = source if arrival.rung is Rung.PEER else ""
                 return Delivery(
-                    remote.rung, len(buffer), began_s, read_s, arrival.hash_s, len(failures), source
+                    arrival.rung, len(buffer), began_s, read_s, arrival.hash_s, len(failures), node
                 )
             log.warning(
                 "%s_corrupt model=%s chunk=%d source=%s found=%s",
-                remote.rung,
+                arrival.rung,
                 model.name,
                 index,
                 source or remote.url,
@@ -160,7 +170,7 @@ class ChunkReader:
                     f"`{source or remote.url}` sent bytes that hash to {found}, stored: {chunk.digest}"
                 )
             )
-            remote.distrust(source)
+            remote.report_corrupt(source)
             if num_wrong == 0 and (change := _change_upstream(model, remote)):
                 failures.append(change)
                 return None  # asking again would bring the same

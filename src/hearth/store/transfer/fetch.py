@@ -42,6 +42,9 @@ NUM_FIRST_CELLS = WINDOW
 #: A chunk that took longer to read stays in its cell: making a page takes as long.
 MAX_PASS_THROUGH_S = 0.02
 REFILL_WINDOW = 4
+#: One at a time, or two senders would share the link of this node and leave half of their own idle. The next
+#: one is asked for meanwhile.
+PLAN_WINDOW = 2
 #: Chunks that a load best releases together, a quarter of its cells.
 RELEASE_BATCH = WINDOW // 4
 #: Disks want several requests at once; from memory, reading and hashing take all cores but two of 16.
@@ -109,8 +112,12 @@ class Fetcher:
         self._round_robin: deque[Fetch] = deque()
         #: Loads that wait for a chunk being read; the first one asked for the read.
         self._waiting: dict[ChunkId, list[_Job]] = {}
+        #: Chunks that a planned load will take in its own order. Others wait for them until then.
+        self._planned: dict[ChunkId, Fetch] = {}
+        self._brought: dict[ChunkId, Delivery] = {}  #: by planned loads, until the waiting load takes them
         #: Guards the books, the order of loads and every fetch, for consumers and readers.
         self._lock = threading.Lock()
+        self._landed = threading.Condition(self._lock)  #: a chunk came, or will not come
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._far_jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._live: set[Fetch] = set()
@@ -175,6 +182,13 @@ class Fetcher:
         """
         return self._begin(Fetch(self, model, chunks, REFILL_WINDOW, is_prefetch=True))
 
+    def fetch_planned(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
+        """Start fetching chunks in the order of a plan; other loads get them from this one."""
+        fetch = Fetch(self, model, chunks, PLAN_WINDOW, is_planned=True)
+        with self._lock:
+            self._planned.update((model.manifest.chunk_ids[index], fetch) for index in chunks)
+        return self._begin(fetch)
+
     def _begin(self, fetch: Fetch) -> Fetch:
         model, chunks = fetch.model, fetch.todo
         too_large = [i for i in chunks if model.manifest.chunks[i].num_bytes > self.segment.cell_bytes]
@@ -196,6 +210,13 @@ class Fetcher:
     def resident(self, chunk_ids: Iterable[ChunkId]) -> list[ChunkId]:
         with self._lock:
             return [chunk_id for chunk_id in chunk_ids if self.book.is_resident(chunk_id)]
+
+    def wait_for_landing(self, chunk_id: ChunkId, timeout_s: float) -> bool:
+        """Wait for a chunk that a load is reading, or will by its plan. False: it is still on its way."""
+        with self._landed:
+            return self._landed.wait_for(
+                lambda: chunk_id not in self._planned and chunk_id not in self._waiting, timeout_s
+            )
 
     def close(self) -> None:
         """Cancel all loads and stop the readers. One that waits for a server may outlive this."""
@@ -235,15 +256,18 @@ class Fetcher:
         """Schedule the load's next chunk; return False if there is no cell for it now."""
         index = fetch.todo[0]
         chunk_id = fetch.model.manifest.chunk_ids[index]
+        if self._planned.get(chunk_id, fetch) is not fetch:
+            return False
         if self._num_far >= self._max_far and self._is_far(fetch, index):
             return False
         num_spared = NUM_FIRST_CELLS if fetch.is_prefetch else 0
         match self.book.take(chunk_id, self._prices.of_host_chunk, num_spared=num_spared):
             case Hit(cell):
                 self.counters.num_hits += 1
-                self._hand_over(fetch, index, cell, None)
+                self._hand_over(fetch, index, cell, self._brought_to(fetch, chunk_id))
             case Fill(cell, evicted):
                 self.counters.num_evictions += evicted is not None
+                self._brought.pop(chunk_id, None)
                 self._waiting[chunk_id] = [_Job(fetch, index, cell)]
                 self._have_read(self._waiting[chunk_id][0])
             case Pending():
@@ -252,6 +276,8 @@ class Fetcher:
                 return False
         fetch.todo.popleft()
         fetch.num_open += 1
+        if self._planned.pop(chunk_id, None) is not None:
+            self._landed.notify_all()
         return True
 
     def _hand_over(
@@ -261,6 +287,13 @@ class Fetcher:
         fetch.ready[index] = HostChunk(index, data, cell, delivery, is_shared)
         if fetch.awaited == index:  # waking the consumer is dear
             fetch.arrived.notify_all()
+
+    def _is_awaited(self, model: StoredModel) -> bool:
+        return any(one.is_load and one.model.manifest is model.manifest for one in self._live)
+
+    def _brought_to(self, fetch: Fetch, chunk_id: ChunkId) -> Delivery | None:
+        """Return how a planned load brought a chunk, for the first load that takes it."""
+        return self._brought.pop(chunk_id, None) if fetch.is_load else None
 
     def _is_far(self, fetch: Fetch, index: int) -> bool:
         chunk_id = fetch.model.manifest.chunk_ids[index]
@@ -336,6 +369,7 @@ class Fetcher:
                 return True
             del self._waiting[chunk_id]
             self.book.failed(chunk_id)
+            self._landed.notify_all()
             self._pump()
             return False
 
@@ -344,16 +378,19 @@ class Fetcher:
         with self._lock:
             self.counters.num_fills += 1
             self.book.filled(job.chunk_id)  # with a lease, which is released below
+            if job.fetch.is_planned and self._is_awaited(job.fetch.model):
+                self._brought[job.chunk_id] = delivery
             for waiter in self._waiting.pop(job.chunk_id):
                 if waiter.fetch.is_over:
                     continue
                 self.book.take(job.chunk_id, self._prices.of_host_chunk)
                 self.counters.num_shared += waiter is not job
                 is_own = waiter is job
-                own = delivery if is_own else None
-                self._hand_over(waiter.fetch, waiter.index, job.cell, own, is_shared=not is_own)
+                own = delivery if is_own else self._brought_to(waiter.fetch, job.chunk_id)
+                self._hand_over(waiter.fetch, waiter.index, job.cell, own, is_shared=own is None)
             if not is_leased_on:
                 self.book.release(job.chunk_id)
+            self._landed.notify_all()
             self._pump()
 
     def _fail(self, job: _Job, error: StoreError) -> None:
@@ -369,6 +406,7 @@ class Fetcher:
                 self._have_read(others[0])
             else:
                 self.book.failed(job.chunk_id)
+                self._landed.notify_all()
             self._pump()
 
     def _release(self, chunk_id: ChunkId) -> None:
@@ -382,16 +420,23 @@ class Fetcher:
             return
         fetch.is_over, fetch.error = True, error
         self._forget(fetch)
+        for index in fetch.todo:
+            if self._planned.get(chunk_id := fetch.model.manifest.chunk_ids[index]) is fetch:
+                del self._planned[chunk_id]
         fetch.todo.clear()
         for index in fetch.ready:
             self.book.release(fetch.model.manifest.chunk_ids[index])
         fetch.ready.clear()
         fetch.arrived.notify_all()
+        self._landed.notify_all()
 
     def _forget(self, fetch: Fetch) -> None:
         if fetch in self._live:
             self._live.remove(fetch)
             self.segment.load_ended()
+            if self._brought and fetch.is_load:
+                for chunk_id in fetch.model.manifest.chunk_ids:
+                    self._brought.pop(chunk_id, None)
 
 
 class Fetch:
@@ -411,8 +456,9 @@ class Fetch:
         *,
         is_prefetch: bool = False,
         pass_through: bool = False,
+        is_planned: bool = False,
     ) -> None:
-        self.model, self.window = model, window
+        self.model, self.window, self.is_planned = model, window, is_planned
         self.is_prefetch, self.pass_through = is_prefetch, pass_through
         self.passed_through: list[int] = []  #: chunks that were released and did not stay
         self.taken: Sequence[HostChunk] = ()  #: chunks that were leased at once: see `Fetcher.lease`
@@ -428,6 +474,11 @@ class Fetch:
         self.arrived = threading.Condition(fetcher._lock)
         self._order = list(chunks)
         self._fetcher = fetcher
+
+    @property
+    def is_load(self) -> bool:
+        """True if a worker waits for it."""
+        return not self.is_prefetch and not self.is_planned
 
     def __iter__(self) -> Iterator[HostChunk]:
         taken: deque[HostChunk] = deque()

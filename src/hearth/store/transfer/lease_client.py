@@ -298,6 +298,9 @@ class LeaseClient:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
+            unfinished = [grant for grant in self._grants if not grant.is_finished]
+        for grant in unfinished:
+            grant.connection.close()
         while (connection := self._take_idle()) is not None:
             connection.close()
         if self.staging is not None:

@@ -9,13 +9,11 @@
     CancelLease                           leases no more chunks; leased ones stay leased
     PrefetchModel                         ModelPrefetched | Refused
     CountBytes                            BytesCounted
-    MeasureHost                           HostMeasured
     CountRequests                         RequestsCounted
     ForgetModel                           ModelForgotten
     LookUpstream                          UpstreamSeen | Refused
     KnownModels                           ModelsKnown
-    HeldOf                                HeldHere
-    MeasureLinks                          MeasuredLinks
+    AskReport                             KeeperReport
     (closes, or dies)                     takes back all unreleased chunks
 
 A message is a line of JSON: the name of its kind, and its fields. A connection carries one lease at a time,
@@ -129,17 +127,6 @@ class BytesCounted:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureHost:
-    """Ask how much of host memory is used."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostMeasured:
-    used_bytes: int  #: of cells that hold a chunk, or are being filled
-    capacity_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class ModelRequests:
     model: Digest
     num_requests: int
@@ -192,25 +179,17 @@ class ModelsKnown:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOf:
-    """Ask which chunks of models are here."""
-
-    models: tuple[Digest, ...]  #: empty: all that are opened
+class AskReport:
+    """Ask what the store has."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeldHere:
-    models: tuple[HeldChunks, ...]  #: those of the models that are known
-
-
-@dataclass(frozen=True, slots=True)
-class MeasureLinks:
-    """Ask how fast chunks have come from other nodes."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredLinks:
-    links: tuple[LinkSpeed, ...]
+class KeeperReport:
+    used_bytes: int  #: of host memory: cells that hold a chunk, or are being filled
+    capacity_bytes: int  #: of host memory
+    models: tuple[HeldChunks, ...] = ()  #: that are opened, or described on disk
+    links: tuple[LinkSpeed, ...] = ()  #: how fast chunks have come from other nodes
+    num_not_kept: int = 0  #: chunks that the disk had no room for, or that could not be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +211,6 @@ Message = (
     | ModelPrefetched
     | CountBytes
     | BytesCounted
-    | MeasureHost
-    | HostMeasured
     | CountRequests
     | RequestsCounted
     | ForgetModel
@@ -242,10 +219,8 @@ Message = (
     | UpstreamSeen
     | KnownModels
     | ModelsKnown
-    | HeldOf
-    | HeldHere
-    | MeasureLinks
-    | MeasuredLinks
+    | AskReport
+    | KeeperReport
     | Refused
 )
 #: A switch of models waits for these messages, one for each chunk.

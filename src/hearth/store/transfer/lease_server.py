@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,24 +16,19 @@ from hearth.store.tiers.model import StoredModel
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.tiers.upstream import version_now
 from hearth.store.transfer.fetch import Fetch, HostChunk
-from hearth.store.transfer.keeper_socket import KeeperSocket
 from hearth.store.transfer.lease_messages import (
+    AskReport,
     BytesCounted,
     CancelLease,
     ChunkLeased,
     CountBytes,
     CountRequests,
     ForgetModel,
-    HeldHere,
-    HeldOf,
-    HostMeasured,
+    KeeperReport,
     KnownModels,
     LeaseChunks,
     LeaseGranted,
     LookUpstream,
-    MeasuredLinks,
-    MeasureHost,
-    MeasureLinks,
     Message,
     ModelBytes,
     ModelForgotten,
@@ -51,6 +47,7 @@ from hearth.store.transfer.lease_messages import (
     refusal,
     send,
 )
+from hearth.store.transfer.owner_socket import OwnerSocket
 from hearth.store.transfer.record import Delivery, totals_by_rung
 from hearth.system.standing_threads import StandingThreads, ThreadTask
 
@@ -68,14 +65,14 @@ class LeaseServer:
     """Serves a socket until it is closed; the tiers stay open."""
 
     def __init__(self, tiers: Tiers, path: Path) -> None:
-        """Listen at `path`. Raises as `KeeperSocket`."""
+        """Listen at `path`. Raises as `OwnerSocket`."""
         self._tiers = tiers
         self._models: OpenedModels = {}
         self._senders = StandingThreads("hearth-lease")
         self._threads: dict[_Session, threading.Thread] = {}
         self._lock = threading.Lock()  #: guards the threads: sessions end on their own
         self._is_closing = threading.Event()
-        self._socket = KeeperSocket(path)
+        self._socket = OwnerSocket(path)
         if tiers.keeps_chunks:
             tiers.segment.touch_in_background()  # which workers then pin
         self._thread = threading.Thread(target=self._accept, name="hearth-lease", daemon=True)
@@ -187,8 +184,6 @@ class _Session:
                     self._fetch.cancel()
             case CountBytes(digests):
                 self._send(self._count(digests))
-            case MeasureHost():
-                self._send(HostMeasured(self._tiers.used_host_bytes, self._tiers.segment.num_bytes))
             case CountRequests(models):
                 self._send(self._count_requests(models))
             case ForgetModel(where):
@@ -196,13 +191,10 @@ class _Session:
             case LookUpstream(source):
                 self._send(self._answer(source, lambda: UpstreamSeen(version_now(source))))
             case KnownModels(where_by_digest):
-                self._tiers.know(where_by_digest)
+                self._tiers.set_known_models(where_by_digest)
                 self._send(ModelsKnown())
-            case HeldOf(digests):
-                self._send(HeldHere(tuple(self._tiers.held(digests))))
-            case MeasureLinks():
-                peers = self._tiers.peers
-                self._send(MeasuredLinks(() if peers is None else peers.links()))
+            case AskReport():
+                self._send(self._report())
             case _:
                 raise StoreError(f"a worker does not send {type(message).__name__}")
 
@@ -232,6 +224,16 @@ class _Session:
                 num_bytes = self._tiers.resident_bytes(model)
                 counted.append(ModelBytes(digest, num_bytes[Rung.HOST], num_bytes[Rung.DISK]))
         return BytesCounted(tuple(counted))
+
+    def _report(self) -> KeeperReport:
+        tiers, peers = self._tiers, self._tiers.peers
+        return KeeperReport(
+            used_bytes=tiers.used_host_bytes,
+            capacity_bytes=tiers.segment.num_bytes,
+            models=tuple(tiers.held()),
+            links=() if peers is None else peers.links(),
+            num_not_kept=tiers.disk.counters.num_not_kept,
+        )
 
     def _count_requests(self, models: Sequence[ModelRequests]) -> RequestsCounted:
         for one in models:
@@ -279,6 +281,7 @@ class _Session:
         is_in_host = len(self._tiers.fetcher.resident(wanted)) == len(wanted)
         if not is_in_host:
             self._send(LeaseGranted(is_in_host))  # before the first chunk is read
+            self._follow_plan(model)
             self._run(self._send_chunks, self._tiers.fetch(model, chunks, pass_through=pass_through))
             return
         fetch = self._tiers.fetch(model, chunks)
@@ -385,6 +388,32 @@ class _Session:
         except RuntimeError as error:
             fetch.cancel()
             log.warning("not_refilled model=%s reason=%s", load.model.name, error)
+
+    def _follow_plan(self, model: StoredModel) -> None:
+        """Have the chunks come in the order of the head's plan, if there is one, not in that of the load."""
+        if (fetch := self._tiers.fetch_planned(model)) is None:
+            return
+        log.info("plan_followed model=%s chunks=%d", model.name, len(fetch.todo))
+        try:
+            self._senders.start(lambda: self._follow(fetch))
+        except RuntimeError as error:
+            fetch.cancel()
+            self._tiers.end_plan(model)
+            log.warning("plan_not_followed model=%s reason=%s", model.name, error)
+
+    def _follow(self, fetch: Fetch) -> None:
+        """Keep chunks as they come, while the plan says from where. The load then fetches the rest itself."""
+        began_s = time.monotonic()
+        try:
+            for chunk in fetch:
+                fetch.release(chunk)
+                if not self._is_open(fetch.model) or not self._tiers.has_plan(fetch.model):
+                    fetch.cancel()
+        except StoreError as error:
+            log.warning("plan_given_up model=%s reason=%s", fetch.model.name, error)
+        finally:
+            self._tiers.end_plan(fetch.model)
+        log.info("plan_ended model=%s seconds=%.3f", fetch.model.name, time.monotonic() - began_s)
 
     def _let_stay(self, fetch: Fetch) -> None:
         try:

@@ -1,8 +1,9 @@
 """Sends this node's chunks to the stores of other nodes. The protocol is in `peer_stream.py`.
 
-The agent admits connections by their tickets and hands them over by a Unix socket (`hand_over`). A chunk is
+The agent admits connections by their tickets and hands them over (`data_connection.py`). A chunk is
 leased until the receiver has it. Chunks in host memory are sent at once; others are read behind this node's
-own loads. What a node receives from others it sends on from host memory and disk alone.
+own loads. What a node receives from others it sends on from host memory and disk alone. The head also gives
+out presigned URLs, by which nodes read object storage without its credentials.
 """
 
 from __future__ import annotations
@@ -15,55 +16,49 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from hearth.core.errors import ChunkMissing, HearthError, LoadCancelled, StoreError
-from hearth.core.types import Digest, Rung
+from hearth.core.node_messages import DropPeer
+from hearth.core.types import Digest, NodeId, Rung
 from hearth.store.format.manifest import MANIFEST
 from hearth.store.tiers.model import StoredModel
+from hearth.store.tiers.remote import RemoteModel
 from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.data_connection import HandedOver, receive, set_patience
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.keeper_socket import KeeperSocket
+from hearth.store.transfer.owner_socket import OwnerSocket
 from hearth.store.transfer.peer_stream import (
     FAILED,
     HEADER,
     MAX_LINE_BYTES,
+    MIN_BYTES_PER_S,
     WAIT,
     PeerRequest,
     failure_line,
-    set_patience,
-    tls_context,
 )
+from hearth.store.transfer.send_turns import SendTurns
 
 MAX_CONNECTIONS = 256
 #: After this a receiver needs another ticket.
 MAX_SESSION_S = 300.0
-#: A receiver that takes no bytes for so long is cut off. It is told ten times in this time that its chunk is
-#: still being read.
+#: A receiver that takes no bytes for so long is cut off, as is one that is slower than `MIN_BYTES_PER_S`. It
+#: is told ten times in this time that its chunk is still being read.
 STALL_S = 10.0
 IDLE_S = 60.0
-HAND_OVER_S = 1.0
-#: A write of TLS has one limit of time, so it must not be long.
+#: How long a presigned URL is valid. A load that takes longer asks for another.
+SIGNED_S = 600.0
+#: Sent at a time. The limit of time for a write holds for all of it with TLS, for each 64 KiB without.
 PIECE_BYTES = 1 << 20
-_PLAIN, _ENCRYPTED = b"P", b"T"
+MAX_UNSENT_BYTES = 256 << 10  #: of a connection, in the kernel
+_SO_MAX_PACING_RATE, _UNPACED = 47, 0xFFFFFFFF  # the socket module has no names for them
 _RESET = struct.pack("ii", 1, 0)
 
 log = logging.getLogger(__name__)
-
-
-def hand_over(path: Path, connection: socket.socket, *, is_encrypted: bool) -> None:
-    """Give an admitted connection, read up to the end of its ticket, to the keeper that listens at `path`.
-
-    The caller closes its own copy. Raises OSError.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as keeper:
-        set_patience(keeper, HAND_OVER_S)
-        keeper.connect(str(path))
-        socket.send_fds(keeper, [_ENCRYPTED if is_encrypted else _PLAIN], [connection.fileno()])
 
 
 class PeerServer:
@@ -72,17 +67,18 @@ class PeerServer:
     def __init__(
         self, tiers: Tiers, path: Path, credentials: Path | None = None, stall_s: float = STALL_S
     ) -> None:
-        """Take connections at `path`; raises as `KeeperSocket`.
+        """Take connections at `path`; raises as `OwnerSocket`.
 
         `credentials`: the directory of this node's certificate, for connections that are encrypted.
         """
         self._tiers, self._credentials, self._stall_s = tiers, credentials, stall_s
         #: Chunks leased at once. This node's own loads need cells, too.
         self._slots = threading.BoundedSemaphore(max(1, tiers.segment.num_cells // 4))
-        self._sessions: dict[_Receiver, threading.Thread] = {}
+        self._turns = SendTurns()
+        self._sessions: dict[_PeerSession, threading.Thread] = {}
         self._lock = threading.Lock()  #: guards the sessions, which end on their own
         self._is_closing = False
-        self._listener = KeeperSocket(path)
+        self._listener = OwnerSocket(path)
         self._thread = threading.Thread(target=self._accept, name="hearth-peers", daemon=True)
         self._thread.start()
 
@@ -106,38 +102,44 @@ class PeerServer:
             try:
                 with self._listener.accept() as agent:
                     agent.settimeout(self._stall_s)
-                    kind, fds, _, _ = socket.recv_fds(agent, 1, 1)
-                for fd in fds:
-                    self._start(socket.socket(fileno=fd), is_encrypted=kind == _ENCRYPTED)
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                    told = receive(agent)
+                match told:
+                    case HandedOver():
+                        self._start(told)
+                    case DropPeer(node):
+                        self._drop(node)
+                    case None:
+                        raise ConnectionError("the keeper serves processes of this machine elsewhere")
+            except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no thread can be started
                 if not self._is_closing:
                     log.error("peer_not_accepted path=%s reason=%s", self._listener.path, error)
 
-    def _start(self, connection: socket.socket, *, is_encrypted: bool) -> None:
-        credentials = self._credentials if is_encrypted else None
-        session = _Receiver(self._tiers, self._slots, connection, self._stall_s)
-        thread = threading.Thread(
-            target=self._run, args=(session, is_encrypted, credentials), name="hearth-peer", daemon=True
-        )
+    def _drop(self, node: NodeId) -> None:
+        with self._lock:
+            dropped = [session for session in self._sessions if session.source == node]
+        for session in dropped:
+            session.hang_up()
+
+    def _start(self, given: HandedOver) -> None:
+        session = _PeerSession(self._tiers, self._slots, self._turns, given, self._stall_s)
+        thread = threading.Thread(target=self._run, args=(session,), name="hearth-peer", daemon=True)
         with self._lock:
             is_full = len(self._sessions) >= MAX_CONNECTIONS
             if not is_full:
                 self._sessions[session] = thread
         if is_full:
-            connection.close()
+            given.connection.close()
             raise OSError(f"{MAX_CONNECTIONS} connections of other nodes are open, which is the limit")
         try:
             thread.start()
         except RuntimeError:
             self._forget(session)
-            connection.close()
+            given.connection.close()
             raise
 
-    def _run(self, session: _Receiver, is_encrypted: bool, credentials: Path | None) -> None:
+    def _run(self, session: _PeerSession) -> None:
         try:
-            if is_encrypted:
-                session.encrypt(tls_context(credentials, ssl.PROTOCOL_TLS_SERVER))
-            session.run()
+            session.run(self._credentials)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, StoreError) as error:
             if not self._is_closing:
                 log.warning("peer_dropped reason=%s", error)
@@ -145,29 +147,36 @@ class PeerServer:
             session.end()
             self._forget(session)
 
-    def _forget(self, session: _Receiver) -> None:
+    def _forget(self, session: _PeerSession) -> None:
         with self._lock:
             del self._sessions[session]
 
 
-class _Receiver:
+class _PeerSession:
     """The connection of a receiver. One thread runs it; another may hang up."""
 
     def __init__(
-        self, tiers: Tiers, slots: threading.BoundedSemaphore, connection: socket.socket, stall_s: float
+        self,
+        tiers: Tiers,
+        slots: threading.BoundedSemaphore,
+        turns: SendTurns,
+        given: HandedOver,
+        stall_s: float,
     ) -> None:
-        self._tiers, self._slots, self._socket, self._stall_s = tiers, slots, connection, stall_s
-        connection.settimeout(None)  # the agent's descriptor does not block
-        set_patience(connection, stall_s)
+        self._tiers, self._slots, self._turns = tiers, slots, turns
+        self._given, self._stall_s = given, stall_s
+        self.source, self._socket = given.source, given.connection
+        self._socket.settimeout(None)  # the agent's descriptor does not block
+        set_patience(self._socket, stall_s)
+        # Else a whole chunk may wait in the kernel, and the next one would share the link with it.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
         self._received = b""
         self._model: StoredModel | None = None
 
-    def encrypt(self, context: ssl.SSLContext) -> None:
-        self._socket.settimeout(self._stall_s)
-        self._socket = context.wrap_socket(self._socket, server_side=True)
-
-    def run(self) -> None:
+    def run(self, credentials: Path | None) -> None:
         """Answer requests until the other side closes, or needs another ticket: it may have been removed."""
+        if self._given.is_encrypted:
+            self._socket = self._given.encrypt(credentials, self._stall_s)
         until_s = time.monotonic() + MAX_SESSION_S
         while True:
             set_patience(self._socket, IDLE_S)
@@ -175,6 +184,8 @@ class _Receiver:
             set_patience(self._socket, self._stall_s)
             if line is None or time.monotonic() > until_s:
                 return
+            if not line:  # the receiver was ready for a chunk that has been refused
+                continue
             request = msgspec.json.decode(line, type=PeerRequest)
             try:
                 self._answer(request)
@@ -182,8 +193,8 @@ class _Receiver:
                 self._socket.sendall(HEADER.pack(0, FAILED) + failure_line(str(error)))
 
     def hang_up(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # not that of SSLSocket, after which its thread would send in clear
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def end(self) -> None:
         # What was not received lies in cells that now hold other chunks soon.
@@ -195,11 +206,13 @@ class _Receiver:
         if request.file is not None:
             digest, name = request.file
             self._send_file(self._find(digest), name)
-        elif request.chunks is not None:
-            digest, indices = request.chunks
-            model = self._find(digest)
-            for index in indices:
-                self._send_chunk(model, index)
+        elif request.chunk is not None:
+            digest, index = request.chunk
+            self._send_chunk(self._find(digest), index, request)
+        elif request.url is not None:
+            self._send_url(self._find(request.url))
+        else:
+            raise ChunkMissing("no such request is known; install the same Hearth on both nodes")
 
     def _find(self, digest: Digest) -> StoredModel:
         if self._model is None or self._model.manifest.digest != digest:
@@ -217,28 +230,82 @@ class _Receiver:
             raise ChunkMissing(f"`{name}` of `{model.name}` cannot be read: {error.strerror}") from error
         self._socket.sendall(HEADER.pack(0, len(content)) + content)
 
-    def _send_chunk(self, model: StoredModel, index: int) -> None:
+    def _send_url(self, model: StoredModel) -> None:
+        if not isinstance(model.remote, RemoteModel):
+            raise ChunkMissing(f"`{model.name}` was not deployed from object storage")
+        url = model.remote.signed_url(SIGNED_S).encode()
+        self._socket.sendall(HEADER.pack(0, len(url)) + url)
+
+    def _send_chunk(self, model: StoredModel, index: int, request: PeerRequest) -> None:
         if not 0 <= index < len(model.manifest.chunks):
             raise ChunkMissing(f"`{model.name}` has {len(model.manifest.chunks)} chunks, wanted: {index}")
-        with self._leased(model, index) as chunk:
-            self._socket.sendall(HEADER.pack(index, len(chunk.data)))
-            if isinstance(self._socket, ssl.SSLSocket):
-                for begin in range(0, len(chunk.data), PIECE_BYTES):
-                    self._socket.sendall(chunk.data[begin : begin + PIECE_BYTES])
-            else:
-                self._send_pages(self._tiers.segment.offset(chunk.cell), len(chunk.data))
-            if self._read_line() != b"":
-                raise ConnectionError(f"the receiver did not confirm chunk {index}")
+        if request.is_host_only and not self._tiers.fetcher.resident([model.manifest.chunk_ids[index]]):
+            raise ChunkMissing(f"chunk {index} of `{model.name}` is not in host memory")
+        if request.turn is None:
+            with self._leased(model, index) as chunk:
+                self._pace(None)
+                self._send_leased(index, chunk)
+                self._await_confirmation(index)
+            return
+        with ExitStack() as stack:
+            with self._turns.announced(request.turn):
+                self._await_go(index)
+                chunk = stack.enter_context(self._leased(model, index))
+                self._send_in_turn(index, chunk, request.turn)
+            self._await_confirmation(index)
 
-    def _send_pages(self, offset: int, num_bytes: int) -> None:
-        end = offset + num_bytes
-        while offset < end:
-            offset += os.sendfile(self._socket.fileno(), self._tiers.segment.fd, offset, end - offset)
+    def _await_go(self, index: int) -> None:
+        set_patience(self._socket, MAX_SESSION_S)  # the receiver may get a slow chunk first
+        if self._read_line() != b"":
+            raise ConnectionError(f"the receiver does not want chunk {index} any more")
+        set_patience(self._socket, self._stall_s)
+
+    def _await_confirmation(self, index: int) -> None:
+        if self._read_line() != b"":
+            raise ConnectionError(f"the receiver did not confirm chunk {index}")
+
+    def _send_in_turn(self, index: int, chunk: HostChunk, turn: int) -> None:
+        wait = HEADER.pack(index, WAIT)
+        with self._turns.taken(turn, self._stall_s / 10, lambda: self._socket.sendall(wait)):
+            self._pace(self._turns.max_bytes_per_s(self.source))
+            began_s = time.monotonic()
+            self._send_leased(index, chunk)
+            self._turns.sent(self.source, len(chunk.data), time.monotonic() - began_s)
+
+    def _pace(self, max_bytes_per_s: int | None) -> None:
+        most = _UNPACED if max_bytes_per_s is None else min(max_bytes_per_s, _UNPACED)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("I", most))
+
+    def _send_leased(self, index: int, chunk: HostChunk) -> None:
+        self._socket.sendall(HEADER.pack(index, len(chunk.data)))
+        self._send_bytes(chunk)
+
+    def _send_bytes(self, chunk: HostChunk) -> None:
+        """Raises TimeoutError for a receiver that is too slow to be worth the lease."""
+        num_bytes, offset = len(chunk.data), self._tiers.segment.offset(chunk.cell)
+        max_s = self._stall_s + num_bytes / MIN_BYTES_PER_S
+        began_s, begin = time.monotonic(), 0
+        while begin < num_bytes:
+            if time.monotonic() - began_s > max_s:
+                raise TimeoutError(
+                    f"a receiver took {begin} of {num_bytes} bytes of chunk {chunk.index} in {max_s:.3g} s, "
+                    f"limit: {MIN_BYTES_PER_S} bytes per second"
+                )
+            end = min(begin + PIECE_BYTES, num_bytes)
+            if isinstance(self._socket, ssl.SSLSocket):
+                self._socket.sendall(chunk.data[begin:end])
+                begin = end
+            else:
+                begin += os.sendfile(
+                    self._socket.fileno(), self._tiers.segment.fd, offset + begin, end - begin
+                )
 
     @contextmanager
     def _leased(self, model: StoredModel, index: int) -> Iterator[HostChunk]:
-        """Lease a chunk, and tell the receiver meanwhile that it is being read."""
+        """Lease a chunk, and tell the receiver meanwhile that it is being read, or received."""
         wait, sign_s = HEADER.pack(index, WAIT), self._stall_s / 10
+        while not self._tiers.fetcher.wait_for_landing(model.manifest.chunk_ids[index], sign_s):
+            self._socket.sendall(wait)
         while not self._slots.acquire(timeout=sign_s):
             self._socket.sendall(wait)
         try:

@@ -1,11 +1,13 @@
 """One data connection from the store of a node to that of another, and the questions to this node's agent.
 
     receiver                                   sender (`peer_server.py`)
-    HEARTH1 TICKET\n                           its agent checks the ticket and hands the connection over
-    (TLS 1.3 with both nodes' certificates, if data is encrypted)
+    (a ticket, and TLS: `data_connection.py`)
     {"file": [DIGEST, NAME]}\n                 header, bytes
-    {"chunks": [DIGEST, [INDEX, ...]]}\n       header, bytes; for each chunk, in this order
-    \n, after each chunk                       the sender may reuse its memory: `sendfile` copies nothing
+    {"chunk": [DIGEST, INDEX]}\n               header, bytes; with `is_host_only` only from host memory;
+                                               those with a `turn` one at a time, in that order
+    \n, after a `turn`                         the receiver gets no other planned chunk: this one may begin
+    {"url": DIGEST}\n                          header, a URL of weights.bin in object storage, from the head
+    \n, after a chunk                          the sender may reuse its memory: `sendfile` copies nothing
 
 A header is an index and a length. A negative length says that no bytes follow: `FAILED`, that a line of JSON
 with the error ends the answer; `WAIT`, that the chunk is still being read and another header follows.
@@ -26,11 +28,20 @@ import msgspec
 from blake3 import blake3
 
 from hearth.core.errors import BadCheckpoint, ChunkMissing, LoadCancelled, Unreachable
-from hearth.core.types import LOCAL, Digest, NodeId
+from hearth.core.node_messages import (
+    Answer,
+    AskSources,
+    AskTicket,
+    Question,
+    QuestionRefused,
+    Sources,
+    TicketGranted,
+)
+from hearth.core.types import Digest, NodeId, WorkerId
+from hearth.store.transfer.data_connection import set_patience, show_ticket
 
 HEADER = struct.Struct("!iq")
 FAILED, WAIT = -1, -2
-MAGIC = b"HEARTH1 "
 MAX_LINE_BYTES = 64 << 10
 #: Received, hashed and checked for cancellation at a time; hashing begins while the rest arrives.
 PIECE_BYTES = 2 << 20
@@ -42,33 +53,17 @@ ANSWER_S = 5.0
 
 T = TypeVar("T")
 
+_answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+
 
 class PeerRequest(msgspec.Struct, omit_defaults=True):
-    """One of them is given."""
+    """A file, a chunk or a URL."""
 
     file: tuple[Digest, str] | None = None
-    chunks: tuple[Digest, tuple[int, ...]] | None = None
-
-
-class PeerTicket(msgspec.Struct, frozen=True):
-    """Where a node's store is reached, for one connection."""
-
-    host: str
-    port: int
-    ticket: str
-    is_encrypted: bool
-
-
-class NodeChunks(msgspec.Struct, frozen=True):
-    """The chunks of a model that a node has, as hexadecimal masks: bit i, little endian, is chunk i."""
-
-    node: NodeId
-    host: str
-    disk: str
-
-
-class _Sources(msgspec.Struct, frozen=True):
-    sources: tuple[NodeChunks, ...]
+    chunk: tuple[Digest, int] | None = None
+    is_host_only: bool = False
+    turn: int | None = None
+    url: Digest | None = None
 
 
 class _PeerFailure(msgspec.Struct, frozen=True):
@@ -81,35 +76,36 @@ class AgentClient:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def sources(self, digest: Digest) -> tuple[NodeChunks, ...]:
-        """Return the nodes that have chunks of a model, without this one. Raises Unreachable."""
-        return self._ask({"sources": digest}, _Sources).sources
+    def sources(self, digest: Digest) -> Sources:
+        """Return which other nodes have chunks of a model. Raises Unreachable."""
+        return self._ask(AskSources(0, digest), Sources)
 
-    def ticket(self, node: NodeId) -> PeerTicket:
-        """Raises Unreachable."""
-        return self._ask({"ticket": node}, PeerTicket)
+    def ticket(self, node: NodeId, worker: WorkerId | None = None) -> TicketGranted:
+        """Return a ticket to the store of a node, or to one of its workers. Raises Unreachable."""
+        return self._ask(AskTicket(0, node, worker), TicketGranted)
 
-    def _ask(self, question: dict[str, str], answer: type[T]) -> T:
+    def _ask(self, question: Question, kind: type[T]) -> T:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 set_patience(connection, ANSWER_S)  # it blocks: else it would fail while the agent is busy
                 connection.connect(str(self._path))
                 connection.sendall(msgspec.json.encode(question) + b"\n")
                 with connection.makefile("rb") as lines:
-                    line = lines.readline()
-            if b'"error"' in line[:16]:
-                raise Unreachable(msgspec.json.decode(line, type=_PeerFailure).error)
-            return msgspec.json.decode(line, type=answer)
+                    answer = _answers.decode(lines.readline())
         except (OSError, msgspec.MsgspecError) as error:
             raise Unreachable(
                 f"the agent at `{self._path}` gave no usable answer: {error}; check that it runs"
             ) from error
+        if isinstance(answer, QuestionRefused):
+            raise Unreachable(answer.reason)
+        assert isinstance(answer, kind), f"{answer=}"
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRead:
     digest: Digest  #: of the bytes that came
-    seconds: float  #: from the request to the last byte, with hashing
+    seconds: float  #: from the request to the last byte, with hashing; of planned ones from the first byte
     hash_s: float
 
 
@@ -128,36 +124,52 @@ class PeerStream:
             self._flags = socket.MSG_WAITALL
 
     @staticmethod
-    def open(node: NodeId, ticket: PeerTicket, credentials: Path | None, stall_s: float) -> PeerStream:
+    def open(node: NodeId, ticket: TicketGranted, credentials: Path | None, stall_s: float) -> PeerStream:
         began_s = time.perf_counter()
         connection = socket.create_connection((ticket.host, ticket.port), stall_s)
         latency_s = time.perf_counter() - began_s
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(MAGIC + ticket.ticket.encode() + b"\n")
-            if ticket.is_encrypted:
-                context = tls_context(credentials, ssl.PROTOCOL_TLS_CLIENT)
-                connection = context.wrap_socket(connection, server_hostname=certificate_name(node))
-            return PeerStream(connection, stall_s, latency_s)
-        except BaseException:
-            connection.close()
-            raise
+        return PeerStream(show_ticket(connection, node, ticket, credentials), stall_s, latency_s)
 
     def read_file(self, digest: Digest, name: str, max_bytes: int) -> bytes:
-        self._ask(PeerRequest(file=(digest, name)))
+        return self._read(PeerRequest(file=(digest, name)), f"`{name}`", max_bytes)
+
+    def read_url(self, digest: Digest) -> str:
+        return self._read(PeerRequest(url=digest), "a URL", MAX_LINE_BYTES).decode(errors="replace")
+
+    def _read(self, request: PeerRequest, what: str, max_bytes: int) -> bytes:
+        self._ask(request)
         num_bytes = self._header(0)
         if num_bytes > max_bytes:
-            raise BadCheckpoint(f"`{name}` is too large, limit: {max_bytes} bytes, given: {num_bytes}")
+            raise BadCheckpoint(f"{what} is too large, limit: {max_bytes} bytes, given: {num_bytes}")
         content = bytearray(num_bytes)
         self._fill(memoryview(content))
         return bytes(content)
 
     def read_chunk(
-        self, digest: Digest, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+        self,
+        digest: Digest,
+        index: int,
+        buffer: memoryview,
+        is_wanted: Callable[[], bool],
+        *,
+        is_host_only: bool = False,
+        turn: int | None = None,
+        wait_for_others: Callable[[], None] = lambda: None,
+        is_late: Callable[[], bool] = lambda: False,
     ) -> ChunkRead:
+        """Fill the buffer.
+
+        `turn`: that of a planned fetch, which is announced to the other node before `wait_for_others` is
+        called. `is_late`: asked while that node waits.
+        """
         began_s, hash_s, hasher = time.perf_counter(), 0.0, blake3()
-        self._ask(PeerRequest(chunks=(digest, (index,))))
-        num_bytes = self._header(index)
+        self._ask(PeerRequest(chunk=(digest, index), is_host_only=is_host_only, turn=turn))
+        if turn is not None:
+            wait_for_others()
+            self._socket.sendall(b"\n")
+        num_bytes = self._header(index, is_wanted, is_late)
+        if turn is not None:
+            began_s = time.perf_counter()  # the time before says nothing of the link
         if num_bytes != len(buffer):
             raise ConnectionError(f"chunk {index} has {num_bytes} bytes there, wanted: {len(buffer)}")
         until_s = time.perf_counter() + ANSWER_S + num_bytes / MIN_BYTES_PER_S
@@ -181,8 +193,16 @@ class PeerStream:
     def _ask(self, request: PeerRequest) -> None:
         self._socket.sendall(msgspec.json.encode(request) + b"\n")
 
-    def _header(self, index: int) -> int:
-        """Return the length of what follows. Raises ChunkMissing if the other node cannot send it."""
+    def _header(
+        self,
+        index: int,
+        is_wanted: Callable[[], bool] = lambda: True,
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> int:
+        """Return the length of what follows.
+
+        Raises ChunkMissing if the other node cannot send it, LoadCancelled if that is not wanted any more.
+        """
         until_s = time.perf_counter() + MAX_WAIT_S
         header = bytearray(HEADER.size)
         while True:
@@ -194,6 +214,10 @@ class PeerStream:
                 raise ConnectionError(f"{index} was asked for, {given} came, with {num_bytes} bytes")
             if num_bytes != WAIT:
                 return int(num_bytes)
+            if not is_wanted():
+                raise LoadCancelled(f"chunk {index} is not needed any more")
+            if is_late():
+                raise TimeoutError(f"chunk {index} is late: others take far less time")
             if time.perf_counter() > until_s:
                 raise TimeoutError(f"its store has not read chunk {index} for {MAX_WAIT_S:g} s")
 
@@ -224,31 +248,3 @@ class PeerStream:
 
 def failure_line(reason: str) -> bytes:
     return msgspec.json.encode(_PeerFailure(reason)) + b"\n"
-
-
-def set_patience(connection: socket.socket, seconds: float) -> None:
-    """Have blocking calls fail that make no progress for so long; a call that makes some returns early."""
-    if isinstance(connection, ssl.SSLSocket):
-        connection.settimeout(seconds)
-        return
-    duration = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, duration)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, duration)
-
-
-def tls_context(credentials: Path | None, side: ssl._SSLMethod) -> ssl.SSLContext:
-    """Load this node's certificate, anew for each connection: it may have been renewed. Raises OSError."""
-    if credentials is None:
-        raise OSError("data is encrypted, and this node has no certificate; join the cluster again")
-    context = ssl.SSLContext(side)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(credentials / "ca.pem")
-    context.load_cert_chain(credentials / "node.pem", credentials / "node.key")
-    return context
-
-
-def certificate_name(node: NodeId) -> str:
-    """Return the name in a node's certificate, which is the same for all of its lives: `gpu-2`, `gpu-2.1`."""
-    name, _, life = node.rpartition(".")
-    return f"{'head' if node == LOCAL else name if name and life.isdecimal() else node}.node.hearth"

@@ -1,8 +1,10 @@
 """Reads chunks from the stores of other nodes: finds out which have them, and chooses among those.
 
 A chunk is asked of the node that will have sent it first, by the speed of the link and what is in flight on
-it. Several nodes send at once. A node that fails or stalls is left out for a while, and its chunks are asked
-elsewhere. A chunk that no node has is asked of the head, which may fetch it from object storage.
+it, or of the one that the head's plan names (`fetch_plan.py`). Several nodes send at once. A node that fails
+or stalls is left out for a while, and its chunks are asked elsewhere. Object storage that the head gives out
+URLs of is one more source. A chunk that no other source has is asked of the head, which may fetch it from
+object storage itself.
 
 Files are compared with their digests here, chunks by the caller (`chunk_reader.py`).
 """
@@ -15,7 +17,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -28,23 +30,24 @@ from hearth.core.errors import (
     StoreError,
     Unreachable,
 )
-from hearth.core.model_files import MAX_JSON_BYTES
-from hearth.core.node_messages import LinkSpeed
-from hearth.core.types import LOCAL, Digest, NodeId, Rung
+from hearth.core.node_messages import LinkSpeed, PlannedFetch
+from hearth.core.types import LOCAL, Digest, NodeId, Rung, name_of
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S, RunningRate
-from hearth.store.format.description import parse_description
-from hearth.store.format.manifest import MANIFEST, StoredManifest, digest_of
+from hearth.store.format.manifest import StoredManifest
 from hearth.store.tiers.model import ChunkArrival
+from hearth.store.transfer.peer_model import PeerModel
 from hearth.store.transfer.peer_stream import AgentClient, PeerStream
 
-#: For so long it is believed that a node has a chunk in host memory, when the own disk has it as well.
-FRESH_S = 10.0
 #: How often a reader that waits for a node looks whether it is still wanted.
 LOOK_S = 0.25
 #: A node has chunks of so many seconds in flight, within limits: one at a time leaves gaps, and on a slow
 #: link many at once delay the chunk that is needed first.
 IN_FLIGHT_S = 0.5
 MIN_STREAMS, MAX_STREAMS = 2, 8
+#: For one chunk. Nodes that fail come back after a while, and may fail again.
+MAX_TRIES = 8
+#: Between two questions to a node that does not know yet what it is to send.
+RETRY_S = 0.1
 #: The sender closes a connection that has been idle for twice as long.
 IDLE_S = 30.0
 
@@ -59,6 +62,10 @@ class Patience:
     left_out_s: float = 5.0  #: after a failure
     distrusted_s: float = 60.0  #: after wrong bytes
     give_up_s: float = 15.0  #: without a node that can be asked
+    #: Until the head's store must know of a model: it was just deployed, or the store replaced.
+    unknown_s: float = 5.0
+    #: After object storage has failed: many nodes cannot reach it at all.
+    store_s: float = 600.0
     #: How long it is taken to hold which nodes have which chunks. They may be receiving them at this moment.
     sources_s: float = 1.0
 
@@ -77,16 +84,13 @@ class _Node:
     failure: str = ""  #: why it was left out last
     idle: list[tuple[float, PeerStream]] = field(default_factory=list)  #: and since when
 
+    @property
+    def is_store(self) -> bool:
+        return "://" in self.name
+
     def has_room(self, num_bytes: int) -> bool:
         wanted = (self.rate.bytes_per_s or 0.0) * IN_FLIGHT_S / num_bytes
         return self.num_in_flight < min(max(wanted, MIN_STREAMS), MAX_STREAMS)
-
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    node: NodeId
-    host: int  #: bit i is chunk i
-    disk: int
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +100,7 @@ class _Want:
     model: PeerModel
     index: int
     num_bytes: int
+    is_host_only: bool  #: this node's disk has the chunk, too
     refused: set[NodeId] = field(default_factory=set)  #: nodes that do not have the chunk after all
     node: _Node | None = None
     assigned: threading.Event = field(default_factory=threading.Event)
@@ -120,7 +125,7 @@ class Peers:
             return tuple(
                 LinkSpeed(node.name, node.rate.bytes_per_s, node.latency_s)
                 for node in self._nodes.values()
-                if node.rate.bytes_per_s is not None
+                if node.rate.bytes_per_s is not None and not node.is_store
             )
 
     def is_faster(self, name: NodeId, bytes_per_s: float) -> bool:
@@ -130,11 +135,12 @@ class Peers:
             return False
         return (node.rate.bytes_per_s or 0.0) > bytes_per_s
 
-    def leave_out(self, name: NodeId, seconds: float, reason: object) -> None:
+    def suspend(self, name: NodeId, seconds: float, reason: object) -> None:
         """Do not ask a node for so long."""
         log.warning("peer_left_out node=%s for_s=%g reason=%s", name, seconds, reason)
         with self._lock:
-            node = self._node(name)
+            if (node := self._nodes.get(name)) is None:  # it has another life now
+                return
             node.left_out_until_s = time.monotonic() + seconds
             node.failure = str(reason)
             idle, node.idle = node.idle, []
@@ -142,6 +148,16 @@ class Peers:
             stream.close()
 
     def read_file(self, model: PeerModel, name: str, max_bytes: int) -> bytes:
+        until_s = time.monotonic() + self.patience.unknown_s
+        while True:
+            try:
+                return self._read_file(model, name, max_bytes)
+            except ChunkMissing:
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(RETRY_S)
+
+    def _read_file(self, model: PeerModel, name: str, max_bytes: int) -> bytes:
         failures: list[StoreError] = []
         for node in dict.fromkeys((*model.holders(), LOCAL)):
             try:
@@ -151,32 +167,114 @@ class Peers:
             except (ChunkMissing, Unreachable) as error:
                 failures.append(error)
             except (ChunkCorrupt, BadCheckpoint) as error:
-                self.leave_out(node, self.patience.distrusted_s, error)
+                self.suspend(node, self.patience.distrusted_s, error)
                 failures.append(ChunkCorrupt(f"node `{node}`: {error}"))
         raise _none_has(f"`{name}` of {model.url}", failures)
 
+    def read_url(self, digest: Digest) -> str:
+        """Return the head's URL for a model in object storage. Raises ChunkMissing and Unreachable."""
+        return self._use(LOCAL, lambda stream: stream.read_url(digest))
+
     def read_chunk(
-        self, model: PeerModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+        self,
+        model: PeerModel,
+        manifest: StoredManifest,
+        index: int,
+        buffer: memoryview,
+        is_wanted: Callable[[], bool],
+        *,
+        is_host_only: bool,
     ) -> ChunkArrival:
         """Raises ChunkMissing, Unreachable and LoadCancelled."""
-        want, failures = _Want(model, index, len(buffer)), list[StoreError]()
-        while True:
+        while (planned := model.plan.source_of(index)) is not None:
+            if (arrival := self._read_planned(model, planned, index, buffer, is_wanted)) is not None:
+                return arrival
+        want, failures = _Want(model, index, len(buffer), is_host_only), list[StoreError]()
+        known_by_s = time.monotonic() + self.patience.unknown_s
+        for _ in range(MAX_TRIES):
             node = self._wait_for_node(want, is_wanted, failures)
-            seconds = None
+            seconds, began_s = None, time.monotonic()
             try:
+                if node.is_store:
+                    arrival = model.read_from_store(manifest, index, buffer, is_wanted)
+                    seconds = time.monotonic() - began_s
+                    return arrival
                 read = self._use(
-                    node.name, lambda stream: stream.read_chunk(model.digest, index, buffer, is_wanted)
+                    node.name,
+                    lambda stream: stream.read_chunk(
+                        model.digest, index, buffer, is_wanted, is_host_only=is_host_only
+                    ),
                 )
                 seconds = read.seconds
-                return ChunkArrival(read.digest, read.hash_s, node.name)
+                return ChunkArrival(read.digest, read.hash_s, Rung.PEER, node.name)
             except ChunkMissing as error:
-                failures.append(error)
-                want.refused.add(node.name)
-                model.expire_sources()
+                failures.append(ChunkMissing(f"node `{node.name}`: {error}"))
+                if not is_host_only:  # chunks come and go in host memory
+                    model.expire_sources()
+                if node.name == LOCAL and not is_host_only and time.monotonic() < known_by_s:
+                    time.sleep(self.patience.unknown_s / MAX_TRIES)
+                else:
+                    want.refused.add(node.name)
             except Unreachable as error:
                 failures.append(error)
+                if node.is_store:
+                    self.suspend(node.name, self.patience.store_s, error)
             finally:
-                self._done(node, want, seconds)
+                self._done(node, want.num_bytes, seconds)
+        raise _none_has(f"chunk {index} of {model.url} within {MAX_TRIES} tries", failures)
+
+    def _read_planned(
+        self,
+        model: PeerModel,
+        planned: PlannedFetch,
+        index: int,
+        buffer: memoryview,
+        is_wanted: Callable[[], bool],
+    ) -> ChunkArrival | None:
+        """Read a chunk from the node that is to send it, when that has it. None: ask the plan again."""
+        name, plan, asked_s, seconds = planned.node, model.plan, time.monotonic(), None
+        began_s = asked_s
+
+        def begin() -> None:
+            nonlocal began_s
+            plan.begin(index, is_wanted)
+            began_s = time.monotonic()
+
+        with self._lock:
+            node = self._node(name)
+            is_usable = node.left_out_until_s < asked_s
+            self._assign(node, len(buffer))
+        try:
+            if not is_usable:
+                raise Unreachable(f"node `{name}` is left out: {node.failure}")
+            read = self._use(
+                name,
+                lambda stream: stream.read_chunk(
+                    model.digest,
+                    index,
+                    buffer,
+                    is_wanted,
+                    turn=planned.turn,
+                    wait_for_others=begin,
+                    is_late=lambda: plan.is_late(began_s),
+                ),
+            )
+            seconds = read.seconds
+            plan.came(index)
+            return ChunkArrival(read.digest, read.hash_s, Rung.PEER, name)
+        except StoreError as error:
+            if not is_wanted():
+                raise LoadCancelled(f"chunk {index} of {model.url} is not needed any more") from error
+            if isinstance(error, ChunkMissing) and plan.is_starting(asked_s):
+                plan.end(index)  # for another one, as this one waits
+                time.sleep(RETRY_S)
+                return None
+            log.warning("plan_left node=%s model=%s chunk=%d reason=%s", name, model.digest, index, error)
+            plan.leave_out(name)
+            return None
+        finally:
+            plan.end(index)
+            self._done(node, len(buffer), seconds)
 
     def _wait_for_node(self, want: _Want, is_wanted: Callable[[], bool], failures: list[StoreError]) -> _Node:
         """Wait until a node that has the chunk has room for another. Raises StoreError if there is none."""
@@ -188,18 +286,20 @@ class Peers:
         try:
             while True:
                 want.model.look_for_sources(failures)
+                if not want.is_host_only:
+                    want.model.look_for_store()
                 with self._lock:
                     self._match()
                     can_be_asked = want.node is not None or bool(self._candidates(want))
-                    are_left = not want.refused.issuperset((*want.model.holders(want.index), LOCAL))
+                    are_left = not want.refused.issuperset(_sources_of(want))
+                if can_be_asked:
+                    give_up_s = time.monotonic() + self.patience.give_up_s
+                elif want.is_host_only or not are_left or time.monotonic() > give_up_s:
+                    failures += self._failures_of(want)
+                    raise _none_has(f"chunk {want.index} of {want.model.url}", failures)
                 if want.assigned.wait(LOOK_S):
                     assert want.node is not None, "assigned together"
                     return want.node
-                if can_be_asked:
-                    give_up_s = time.monotonic() + self.patience.give_up_s
-                if not are_left or time.monotonic() > give_up_s:
-                    failures += self._failures_of(want)
-                    raise _none_has(f"chunk {want.index} of {want.model.url}", failures)
                 if not is_wanted():
                     raise LoadCancelled(f"chunk {want.index} of {want.model.url} is not needed any more")
         except BaseException:
@@ -207,23 +307,23 @@ class Peers:
                 if want in self._wants:
                     self._wants.remove(want)
             if want.node is not None:
-                self._done(want.node, want, None)
+                self._done(want.node, want.num_bytes, None)
             raise
 
     def _failures_of(self, want: _Want) -> list[StoreError]:
         """Return why the nodes that have a chunk are left out."""
         with self._lock:
-            nodes = map(self._node, (*want.model.holders(want.index), LOCAL))
+            nodes = [self._nodes[name] for name in _sources_of(want) if name in self._nodes]
             return [Unreachable(f"node `{node.name}`: {node.failure}") for node in nodes if node.failure]
 
-    def _done(self, node: _Node, want: _Want, seconds: float | None) -> None:
+    def _done(self, node: _Node, num_bytes: int, seconds: float | None) -> None:
         """`seconds` from the request to the last byte; None: it did not come."""
         now_s = time.monotonic()
         with self._lock:
             node.num_in_flight -= 1
-            node.in_flight_bytes -= want.num_bytes
+            node.in_flight_bytes -= num_bytes
             if seconds is not None:  # the time since another chunk came: streams share the link
-                node.rate.add(want.num_bytes, min(seconds, now_s - node.last_done_s))
+                node.rate.add(num_bytes, min(seconds, now_s - node.last_done_s))
                 node.last_done_s = now_s
             self._match()
 
@@ -245,7 +345,7 @@ class Peers:
                     stream.close()
                 if isinstance(error, ConnectionError | ssl.SSLEOFError) and not is_new:
                     continue  # the other side has closed it, or was started again
-                self.leave_out(name, self.patience.left_out_s, error)
+                self.suspend(name, self.patience.left_out_s, error)
                 raise Unreachable(f"node `{name}`: {error}") from error
             except BaseException:
                 if stream is not None:
@@ -258,7 +358,8 @@ class Peers:
         ticket = self.agent.ticket(name)
         stream = PeerStream.open(name, ticket, self._credentials, self.patience.stall_s)
         with self._lock:
-            self._node(name).latency_s = stream.latency_s
+            if (node := self._nodes.get(name)) is not None:
+                node.latency_s = stream.latency_s
         return stream
 
     def _take_idle(self, name: NodeId) -> PeerStream | None:
@@ -274,7 +375,10 @@ class Peers:
     def _put_idle(self, name: NodeId, stream: PeerStream) -> None:
         now_s = time.monotonic()
         with self._lock:
-            self._node(name).idle.append((now_s, stream))
+            if (used := self._nodes.get(name)) is None:
+                stream.close()
+            else:
+                used.idle.append((now_s, stream))
             for node in self._nodes.values():  # also of nodes that are gone
                 while node.idle and now_s - node.idle[0][0] > IDLE_S:
                     node.idle.pop(0)[1].close()
@@ -289,12 +393,21 @@ class Peers:
     # Below here the lock is held.
 
     def _node(self, name: NodeId) -> _Node:
-        return self._nodes.setdefault(name, _Node(name))
+        """Return a node or an object storage. A new node takes the place of its earlier lives."""
+        if name not in self._nodes:
+            lives = [old for old in self._nodes if "://" not in name and name_of(old) == name_of(name)]
+            for old in lives:
+                for _, stream in self._nodes.pop(old).idle:
+                    stream.close()
+            self._nodes[name] = _Node(name)
+        return self._nodes[name]
 
     def _match(self) -> None:
         """Assign nodes to readers, in the order in which these came. One may wait for a node that is full."""
-        rates = [node.rate.bytes_per_s for node in self._nodes.values() if node.rate.bytes_per_s]
+        nodes = [node for node in self._nodes.values() if not node.is_store]
+        rates = [node.rate.bytes_per_s for node in nodes if node.rate.bytes_per_s]
         guess = sum(rates) / len(rates) if rates else PRIOR_BYTES_PER_S[Rung.PEER]
+        guesses = {False: guess, True: PRIOR_BYTES_PER_S[Rung.OBJECT]}  # by `is_store`
         ahead = Counter[_Node]()  # bytes that earlier readers wait for
         for want in list(self._wants):
             if not (candidates := self._candidates(want)):
@@ -302,108 +415,40 @@ class Peers:
             node = min(
                 candidates,
                 key=lambda node: (
-                    (node.in_flight_bytes + ahead[node] + want.num_bytes) / (node.rate.bytes_per_s or guess)
+                    (node.in_flight_bytes + ahead[node] + want.num_bytes)
+                    / (node.rate.bytes_per_s or guesses[node.is_store])
                 ),
             )
             if not node.has_room(want.num_bytes):
                 ahead[node] += want.num_bytes
             else:
-                node.num_in_flight += 1
-                node.in_flight_bytes += want.num_bytes
+                self._assign(node, want.num_bytes)
                 self._wants.remove(want)
                 want.node = node
                 want.assigned.set()
 
+    def _assign(self, node: _Node, num_bytes: int) -> None:
+        node.num_in_flight += 1
+        node.in_flight_bytes += num_bytes
+
     def _candidates(self, want: _Want) -> list[_Node]:
-        """Return the nodes to choose from: those that have the chunk, else the head."""
-        return self._usable(want, want.model.holders(want.index)) or self._usable(want, [LOCAL])
+        """Return the sources to choose from: those that have the chunk, else the head."""
+        return self._usable(want, _holders_of(want)) or self._usable(want, _sources_of(want))
 
     def _usable(self, want: _Want, names: Sequence[NodeId]) -> list[_Node]:
         nodes = [self._node(name) for name in names if name not in want.refused]
         return [node for node in nodes if node.left_out_until_s < time.monotonic()]
 
 
-class PeerModel:
-    """A model on other nodes: `RemoteFiles`. Many threads may read."""
-
-    rung = Rung.PEER
-
-    def __init__(self, peers: Peers, digest: Digest) -> None:
-        self.digest = digest
-        self.url = f"hearth://{digest}"
-        self._peers = peers
-        self._holders: tuple[_Holder, ...] = ()  #: replaced as a whole
-        self._file_digests: Mapping[str, Digest] = {}  #: replaced as a whole
-        self._looked_s = -math.inf
-        self._looking = threading.Lock()  #: one thread asks the agent, the others wait for its answer
-
-    def holders(self, index: int | None = None) -> list[NodeId]:
-        """Return the nodes that have a chunk, or any, those first that have it in host memory."""
-        if index is None:
-            return [holder.node for holder in self._holders]
-        holders = [holder for holder in self._holders if (holder.host | holder.disk) >> index & 1]
-        return [holder.node for holder in sorted(holders, key=lambda one: not one.host >> index & 1)]
-
-    def look_for_sources(self, failures: list[StoreError] | None = None) -> None:
-        """Ask which nodes have what, if the answer is too old. A failure changes nothing."""
-        with self._looking:
-            if time.monotonic() - self._looked_s < self._peers.patience.sources_s:
-                return
-            try:
-                self._holders = tuple(
-                    _Holder(given.node, _mask(given.host), _mask(given.disk))
-                    for given in self._peers.agent.sources(self.digest)
-                )
-            except (Unreachable, ValueError) as error:
-                log.warning("sources_unknown model=%s reason=%s", self.digest, error)
-                if failures is not None and isinstance(error, StoreError):
-                    failures.append(error)
-            self._looked_s = time.monotonic()
-
-    def expire_sources(self) -> None:
-        self._looked_s = -math.inf
-
-    def read_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-        self.look_for_sources()
-        return self._peers.read_file(self, name, max_bytes)
-
-    def check_file(self, name: str, content: bytes) -> None:
-        """Compare a manifest with the model's digest, and other files with theirs, once it is known."""
-        if name == MANIFEST:
-            manifest = parse_description(content.decode(errors="replace"), f"{self.url}/{name}")
-            if manifest.digest != self.digest:
-                raise ChunkCorrupt(f"it sent the manifest of {manifest.digest} for {self.url}")
-            self._file_digests = {file.name: file.digest for file in manifest.files}
-        elif (wanted := self._file_digests.get(name)) and (found := digest_of(content)) != wanted:
-            raise ChunkCorrupt(f"`{name}` of {self.url} hashes to {found}, its manifest says {wanted}")
-
-    def read_chunk(
-        self, manifest: StoredManifest, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
-    ) -> ChunkArrival:
-        return self._peers.read_chunk(self, index, buffer, is_wanted)
-
-    def prepare(self, bytes_per_s: float) -> None:
-        """Look for sources before a load, if any node has been faster than this."""
-        if any(link.bytes_per_s > bytes_per_s for link in self._peers.links()):
-            self.look_for_sources()
-
-    def is_faster(self, index: int, bytes_per_s: float) -> bool:
-        if time.monotonic() - self._looked_s > FRESH_S:
-            return False
-        return any(
-            holder.host >> index & 1 and self._peers.is_faster(holder.node, bytes_per_s)
-            for holder in self._holders
-        )
-
-    def distrust(self, source: str) -> None:
-        self._peers.leave_out(
-            NodeId(source), self._peers.patience.distrusted_s, f"it sent wrong bytes of {self.url}"
-        )
-        self.expire_sources()
+def _holders_of(want: _Want) -> list[NodeId]:
+    """Return the nodes that have the chunk, and object storage."""
+    holders, store = want.model.holders(want.index, is_host_only=want.is_host_only), want.model.store
+    return holders if want.is_host_only or store is None else [*holders, store]
 
 
-def _mask(text: str) -> int:
-    return int.from_bytes(bytes.fromhex(text), "little")
+def _sources_of(want: _Want) -> list[NodeId]:
+    """Return what has the chunk, and the head, which may fetch it."""
+    return _holders_of(want) if want.is_host_only else [*_holders_of(want), LOCAL]
 
 
 def _none_has(what: str, failures: list[StoreError]) -> StoreError:

@@ -10,8 +10,7 @@ from hearth.core import wire
 from hearth.core.messages import VERSION, Fact, Ping, Pong, WorkerHello
 from hearth.core.types import WorkerId
 from hearth.node import link as link_module
-from hearth.node.link import FrameLink
-from hearth.node.worker_link import WorkerLink
+from hearth.node.link import FrameLink, WorkerLink
 
 SECRET = b"s" * 32
 WORKER = WorkerId("w0")

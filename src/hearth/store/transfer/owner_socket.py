@@ -1,4 +1,4 @@
-"""The Unix socket of a keeper. Of all keepers at one path, one listens. Knows no messages."""
+"""The Unix socket of a keeper or a worker. Of all processes at one path, one listens. Knows no messages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hearth.core.errors import StoreError
 LOCK = "lending"
 
 
-class KeeperSocket:
-    """Listens until `stop`, in the place of a keeper that is gone. Only the user who owns it may connect."""
+class OwnerSocket:
+    """Listens until `stop`, in the place of a process that is gone. Only the user who owns it may connect."""
 
     def __init__(self, path: Path) -> None:
-        """Raises StoreError if another keeper listens at `path`, or the file there is no socket."""
+        """Raises StoreError if another process listens at `path`, or the file there is no socket."""
         self.path = path
         with _alone_at(path):
             _make_way(path)
@@ -31,7 +31,7 @@ class KeeperSocket:
         return self._listener.accept()[0]
 
     def stop(self) -> None:
-        """Remove the socket, unless another keeper has replaced it, and end `accept`."""
+        """Remove the socket, unless another process has replaced it, and end `accept`."""
         with suppress(FileNotFoundError):
             # Checked while we listen: until then no other file can get our inode's number.
             if os.path.samestat(self.path.lstat(), self._file):
@@ -48,7 +48,7 @@ def _alone_at(path: Path) -> Iterator[None]:
     try:
         lock = os.open(path.with_name(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise StoreError(f"the keeper cannot listen at `{path}`: {error}; use another path") from error
+        raise StoreError(f"cannot listen at `{path}`: {error}; use another path") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held for milliseconds
         yield
@@ -64,7 +64,7 @@ def _bind(path: Path) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise StoreError(f"the keeper cannot listen at `{path}`: {error}; use another path") from error
+        raise StoreError(f"cannot listen at `{path}`: {error}; use another path") from error
     finally:
         os.umask(mask)
     return listener
@@ -91,4 +91,4 @@ def _make_way(path: Path) -> None:
             raise StoreError(
                 f"the socket `{path}` belongs to another user: {error}; use another path"
             ) from error
-    raise StoreError(f"another keeper listens at `{path}`; use another path, or stop it")
+    raise StoreError(f"another process listens at `{path}`; use another path, or stop it")

@@ -1,0 +1,205 @@
+"""A model in stages: the first stage is here, with everything that plans; the others may be anywhere.
+
+    first    plan -> embedding, layers -> hidden states ->
+    others                                  layers -> hidden states -> ... -> head, sampler -> result
+    first    <- tokens of slots <---------------------------------------------------------------
+
+Every stage runs its steps in the order of the first, so slots mean the same on all of them. Blocks are named
+by their numbers in the first stage; each other stage has blocks of its own for them (`BlockMap`). A sequence
+in flight sits out (`Batcher`), so the first stage knows the token of every row that it plans.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from hearth.core.errors import DeviceError, StageLost
+from hearth.engine.engine_tables import EngineTables
+from hearth.engine.layer_runner import LayerRunner
+from hearth.engine.pending_step import PendingCopy, StepInFlight, StepResult
+from hearth.engine.runner import Runner
+from hearth.engine.sampler import Sampler
+from hearth.engine.stage_messages import (
+    StageBlocks,
+    StageMessage,
+    StageMoves,
+    StageResult,
+    StageStep,
+    StageWork,
+    without_tokens,
+)
+from hearth.engine.upload import Uploads
+from hearth.policy.batch.blocks import BlockMove
+from hearth.policy.batch.plan import StepPlan, TableWrites
+
+
+class NextStage(Protocol):
+    """The way to the next stage."""
+
+    def place(self, num_tokens: int) -> torch.Tensor:
+        """Return memory for the hidden states of the next step, which is free again when that has ended."""
+
+    def send(self, message: StageMessage, hidden: PendingCopy | None = None) -> None:
+        """Pass on a message, behind all before it, once its hidden states have arrived in their place."""
+
+
+class LaterStages(NextStage, Protocol):
+    """All stages but the first, as the first one sees them."""
+
+    pipeline: str
+    epoch: int
+    num_flights: int  #: steps that are on their way at the same time
+
+    def result(self, *, waits: bool) -> StageResult | None:
+        """Return the next result; None: it has not come. Raises StageLost if it cannot come any more."""
+
+
+class PipelineRunner(Runner):
+    """Runs the first stage, and hands the steps on."""
+
+    def __init__(
+        self,
+        layers: LayerRunner,
+        sampler: Sampler,
+        uploads: Uploads,
+        tables: EngineTables,
+        later: LaterStages,
+    ) -> None:
+        super().__init__(layers, sampler, uploads, tables)
+        self._later = later
+        self._steps: deque[PipelineStep] = deque()  #: whose results have not come, oldest first
+
+    def launch(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> PipelineStep:
+        later = self._later
+        copy = self.launch_stage(plan, hidden, later.place(plan.num_tokens))
+        later.send(StageStep(later.pipeline, later.epoch, without_tokens(plan)), copy)
+        step = PipelineStep(self, plan, copy)
+        self._steps.append(step)
+        return step
+
+    def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
+        super().copy_blocks(moves)
+        if moves:
+            self._later.send(StageMoves(self._later.pipeline, self._later.epoch, tuple(moves)))
+
+    def add_blocks(self, extent: range) -> None:
+        self._send_blocks(extent, is_added=True)
+
+    def remove_blocks(self, extent: range) -> None:
+        self._send_blocks(extent, is_added=False)
+
+    def _send_blocks(self, extent: range, *, is_added: bool) -> None:
+        later = self._later
+        later.send(StageBlocks(later.pipeline, later.epoch, extent.start, extent.stop, is_added))
+
+    def take_result(self, *, waits: bool) -> bool:
+        """Take in the next result; False: it has not come."""
+        found = self._later.result(waits=waits)
+        if found is None:
+            return False
+        step = self._steps.popleft()
+        plan, tokens = step.plan, found.result.tokens
+        if found.number != plan.step_id:
+            raise DeviceError(f"the result of step {found.number} came instead of that of {plan.step_id}")
+        slots = [*plan.decode.slots, *(row.slot for row in plan.prompts if row.samples)]
+        self.set_last_tokens(slots, tokens)
+        step.result = found.result
+        return True
+
+    def close(self) -> None:
+        super().close()
+        self._steps.clear()  # they refer to the runner, and so to all of its memory
+
+
+class PipelineStep:
+    """A step on its way through the stages."""
+
+    def __init__(self, runner: PipelineRunner, plan: StepPlan, copy: PendingCopy) -> None:
+        self._runner, self.plan = runner, plan
+        self.end = copy.end  #: of the first stage
+        self.result: StepResult | None = None
+
+    @property
+    def is_computed(self) -> bool:
+        return False
+
+    @property
+    def is_done(self) -> bool:
+        with suppress(StageLost):  # `wait` raises it
+            while self.result is None and self._runner.take_result(waits=False):
+                pass
+            return self.result is not None
+        return True
+
+    @property
+    def may_wait(self) -> bool:
+        return self.is_done
+
+    def wait(self) -> StepResult:
+        while self.result is None:
+            self._runner.take_result(waits=True)
+        return self.result
+
+
+class BlockMap:
+    """The blocks of a later stage, by the numbers of the first one. Mutable; one thread calls it."""
+
+    def __init__(self, own: Iterable[int]) -> None:
+        self._free = list(own)
+        self._own_by_first: dict[int, int] = {}
+
+    def change(self, message: StageBlocks) -> None:
+        blocks = range(message.begin, message.end)
+        if message.is_added:
+            assert len(blocks) <= len(self._free), f"{blocks} added, {len(self._free)} are free"
+            self._own_by_first.update((first, self._free.pop()) for first in blocks)
+        else:
+            self._free += [self._own_by_first.pop(first) for first in blocks]
+
+    def plan(self, plan: StepPlan) -> StepPlan:
+        writes, own = plan.table_writes, self._own_by_first
+        mapped = TableWrites(
+            writes.slots, writes.begins, writes.counts, [own[first] for first in writes.blocks]
+        )
+        return replace(plan, table_writes=mapped)
+
+    def moves(self, moves: Sequence[BlockMove]) -> list[BlockMove]:
+        own = self._own_by_first
+        return [BlockMove(own[move.source], own[move.target]) for move in moves]
+
+
+class LaterStage:
+    """Runs a stage that is not the first, message by message."""
+
+    def __init__(self, runner: Runner, following: NextStage | None, blocks: BlockMap) -> None:
+        """`following`: None for the last stage."""
+        self._runner, self._following, self._blocks = runner, following, blocks
+
+    def take(self, message: StageWork, hidden: torch.Tensor | None) -> StepInFlight | None:
+        """Run a message behind all before it; the last stage returns its step, others pass it on.
+
+        `hidden` must stay as it is until the step has ended. The caller waits for a step before it takes the
+        second one behind it, which uses the same host memory.
+        """
+        runner, following = self._runner, self._following
+        if not isinstance(message, StageStep):
+            if isinstance(message, StageBlocks):
+                self._blocks.change(message)
+            else:
+                runner.copy_blocks(self._blocks.moves(message.moves))
+            if following is not None:
+                following.send(message)
+            return None
+        assert hidden is not None, f"a step without hidden states: {message.plan.step_id=}"
+        plan = self._blocks.plan(message.plan)
+        if following is None:
+            return runner.launch(plan, hidden)
+        copy = runner.launch_stage(plan, hidden, following.place(plan.num_tokens))
+        following.send(message, copy)
+        return None

@@ -1,0 +1,136 @@
+"""Messages between the stages of a pipeline: steps go from stage to stage, results back to the first.
+
+Every message names its pipeline and epoch. The hidden states of a step travel beside its message. What the
+messages about adapters do is told in `worker/stage_adapters.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hearth.core.messages import AdapterOrder
+from hearth.engine.pending_step import StepResult
+from hearth.engine.sampling_tables import is_penalised
+from hearth.policy.batch.blocks import BlockMove
+from hearth.policy.batch.plan import StepPlan
+
+
+class StageStep(msgspec.Struct, frozen=True, tag=True):
+    pipeline: str
+    epoch: int
+    plan: StepPlan
+
+
+class StageMoves(msgspec.Struct, frozen=True, tag=True):
+    """Blocks to be copied behind all steps before it. No hidden states come with it."""
+
+    pipeline: str
+    epoch: int
+    moves: tuple[BlockMove, ...]
+
+
+class StageBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of the first stage that later messages use, or use no more. No hidden states come with it."""
+
+    pipeline: str
+    epoch: int
+    begin: int
+    end: int
+    is_added: bool
+
+
+class StageAdapter(msgspec.Struct, frozen=True, tag=True):
+    """A request of the first stage needs an adapter on all stages."""
+
+    pipeline: str
+    epoch: int
+    run: int  #: of the request
+    order: AdapterOrder
+    age_s: float  #: how long ago the request arrived
+
+
+class StageAdapterReady(msgspec.Struct, frozen=True, tag=True):
+    """All stages up to the sender keep the adapter of a request on their devices until it ends."""
+
+    pipeline: str
+    epoch: int
+    run: int
+
+
+class StageAdapterFailed(msgspec.Struct, frozen=True, tag=True):
+    """A stage cannot have the adapter of a request."""
+
+    pipeline: str
+    epoch: int
+    run: int
+    label: str  #: of the error
+    reason: str
+
+
+class StageAdapterEnded(msgspec.Struct, frozen=True, tag=True):
+    """A request with an adapter has ended: no step behind this message uses it."""
+
+    pipeline: str
+    epoch: int
+    run: int
+
+
+class StageResult(msgspec.Struct, frozen=True, tag=True):
+    pipeline: str
+    epoch: int
+    number: int  #: of the step
+    result: StepResult
+
+
+#: What a runner carries out, in order.
+StageWork = StageStep | StageMoves | StageBlocks
+#: What the last stage tells the first about adapters.
+AdapterAnswer = StageAdapterReady | StageAdapterFailed
+AdapterMessage = StageAdapter | AdapterAnswer | StageAdapterEnded
+StageMessage = StageWork | AdapterMessage
+StageAnswer = StageResult | AdapterAnswer
+
+
+def encode_message(message: StageMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_message(frame: bytes) -> StageMessage:
+    """Raises msgspec.MsgspecError."""
+    return _messages.decode(frame)
+
+
+def encode_result(result: StageAnswer) -> bytes:
+    return _encoder.encode(result)
+
+
+def decode_result(frame: bytes) -> StageAnswer:
+    """Raises msgspec.MsgspecError."""
+    return _results.decode(frame)
+
+
+def without_tokens(plan: StepPlan) -> StepPlan:
+    """Return what later stages need of a plan: tokens only where penalties count them."""
+    admissions = [one if is_penalised(one.sampling) else one._replace(tokens=()) for one in plan.admissions]
+    prompts = [row._replace(tokens=()) for row in plan.prompts]
+    return replace(plan, admissions=tuple(admissions), prompts=tuple(prompts))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return list(value)  # an array of tokens
+
+
+def _array(kind: type, value: Any) -> Any:
+    dtype, shape, content = value
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_messages: msgspec.msgpack.Decoder[StageMessage] = msgspec.msgpack.Decoder(StageMessage)
+_results: msgspec.msgpack.Decoder[StageAnswer] = msgspec.msgpack.Decoder(StageAnswer, dec_hook=_array)

@@ -1,0 +1,340 @@
+"""Connections between the stages of a pipeline: messages on a stream socket, hidden states beside them.
+
+The sender fills places for hidden states in turn, as many as steps can be in flight. In memory that both
+processes map, the message alone is sent. Otherwise the hidden states follow it on the socket, which between
+machines is encrypted.
+
+    | message bytes, hidden bytes: 4 bytes each | message | hidden states, unless they are in shared memory |
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from io import BufferedReader
+from queue import Empty, SimpleQueue
+from typing import cast
+
+import msgspec
+import torch
+
+from hearth.core.errors import ServiceError, StageLost
+from hearth.core.wire import MAX_FRAME_BYTES
+from hearth.engine.pending_step import PendingCopy
+from hearth.engine.stage_messages import (
+    AdapterAnswer,
+    StageAnswer,
+    StageMessage,
+    StageResult,
+    StageStep,
+    decode_message,
+    decode_result,
+    encode_message,
+    encode_result,
+)
+
+log = logging.getLogger(__name__)
+
+_HEADER = struct.Struct("<II")
+#: More than the hidden states of any step have.
+_MAX_HIDDEN_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenPlaces:
+    """Memory for the hidden states of several steps, each of up to `max_tokens`."""
+
+    memory: torch.Tensor  #: [places, max_tokens, hidden size]
+    is_shared: bool  #: the other end maps the same memory
+
+    @staticmethod
+    def num_bytes(num_places: int, max_tokens: int, like: torch.Tensor) -> int:
+        return num_places * max_tokens * like.shape[1] * like.element_size()
+
+    @staticmethod
+    def over(memory: torch.Tensor, num_places: int, like: torch.Tensor, *, is_shared: bool) -> HiddenPlaces:
+        """View `memory` (uint8, of `num_bytes`) as places for rows like those of `like`."""
+        return HiddenPlaces(memory.view(like.dtype).view(num_places, -1, like.shape[1]), is_shared)
+
+    def place(self, number: int, num_tokens: int) -> torch.Tensor:
+        return self.memory[number % len(self.memory), :num_tokens]
+
+
+class FrameSender:
+    """Sends frames in order and never blocks its caller: a thread sends what has to wait.
+
+    One thread calls it; any may close it.
+    """
+
+    def __init__(
+        self, connection: socket.socket, pipeline: str, ended: Callable[[], None] = lambda: None
+    ) -> None:
+        """`ended` is called by the thread once nothing can be sent any more."""
+        self._connection, self._pipeline, self._ended = connection, pipeline, ended
+        self._waiting: SimpleQueue[Callable[[], None] | None] | None = None
+        self._is_lost = False
+
+    def send(self, frame: bytes) -> None:
+        """Raises StageLost once the other end is gone."""
+        if self._waiting is None and not isinstance(self._connection, ssl.SSLSocket):
+            try:
+                frame = frame[self._connection.send(frame, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                pass  # a stage that hangs must not hold up other models here
+            except OSError as error:
+                raise self._lost(error) from error
+        if frame:
+            self.send_later(partial(self._connection.sendall, frame))
+
+    def send_later(self, send: Callable[[], None]) -> None:
+        """Have the thread call `send` behind all before it. Raises as `send`."""
+        self.check()
+        if self._waiting is None:
+            self._waiting = SimpleQueue()
+            threading.Thread(
+                target=self._run, args=(self._waiting,), name="hearth-stage", daemon=True
+            ).start()
+        self._waiting.put(send)
+
+    def check(self) -> None:
+        """Raise StageLost if the thread could not send."""
+        if self._is_lost:
+            raise self._lost("see the log")
+
+    def close(self) -> None:
+        if self._waiting is not None:
+            self._waiting.put(None)
+        shut(self._connection)
+
+    def _lost(self, reason: OSError | str) -> StageLost:
+        return StageLost(f"another stage of pipeline {self._pipeline} is gone: {reason}")
+
+    def _run(self, waiting: SimpleQueue[Callable[[], None] | None]) -> None:
+        try:
+            while (send := waiting.get()) is not None:
+                send()
+        except (OSError, RuntimeError) as error:  # RuntimeError: the device broke
+            log.warning("stage_cut_off pipeline=%s reason=%s", self._pipeline, error)
+        finally:  # the other end, and so the first stage, notices as well
+            self._is_lost = True
+            shut(self._connection)
+            self._ended()
+
+
+class StageOutlet:
+    """The way to the next stage: a `NextStage`. One thread calls it; any may close it."""
+
+    def __init__(self, connection: socket.socket, places: HiddenPlaces, pipeline: str) -> None:
+        self._connection, self._places = connection, places
+        self._sender = FrameSender(connection, pipeline)
+        self._num_placed = 0
+
+    @property
+    def num_places(self) -> int:
+        return len(self._places.memory)
+
+    def place(self, num_tokens: int) -> torch.Tensor:
+        self._num_placed += 1
+        return self._places.place(self._num_placed - 1, num_tokens)
+
+    def send(self, message: StageMessage, hidden: PendingCopy | None = None) -> None:
+        """Raises StageLost once the other end is gone."""
+        if hidden is None or (self._places.is_shared and hidden.end is None):
+            self._sender.send(_frame(encode_message(message)))
+        else:
+            self._sender.send_later(partial(self._send, message, hidden))
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _send(self, message: StageMessage, hidden: PendingCopy) -> None:
+        body, landed = encode_message(message), hidden.wait()
+        content = memoryview(b"") if self._places.is_shared else _bytes_of(landed)
+        self._connection.sendall(_HEADER.pack(len(body), len(content)) + body)
+        if content:
+            self._connection.sendall(content)
+
+
+class StageInlet:
+    """Where messages of the stage before arrive. One thread receives."""
+
+    def __init__(self, connection: socket.socket, places: HiddenPlaces, pipeline: str, epoch: int) -> None:
+        self._connection, self._places = connection, places
+        self._of = (pipeline, epoch)
+        self.num_dropped = 0  #: messages of another pipeline or epoch, and steps that came before
+        self._incoming = cast(BufferedReader, connection.makefile("rb", buffering=1 << 16))
+        self._num_placed = 0
+        self._last_step = -1  #: the highest number of a step that came
+
+    def receive(self) -> tuple[StageMessage, torch.Tensor | None] | None:
+        """Return the next message with its hidden states, which stay until the step has ended.
+
+        None at the end. Raises ServiceError for anything else.
+        """
+        while (received := self._receive_message()) is not None:
+            message, hidden_bytes = received
+            is_wanted, hidden = self._is_wanted(message), None
+            if isinstance(message, StageStep):
+                hidden = self._places.place(self._num_placed, message.plan.num_tokens)
+                if not is_wanted:
+                    hidden = torch.empty_like(hidden)  # the place may be in use
+                if not self._receive_hidden(hidden, hidden_bytes):
+                    return None
+                if is_wanted:
+                    self._num_placed += 1
+                    self._last_step = message.plan.step_id
+            if is_wanted:
+                return message, hidden
+            self.num_dropped += 1
+        return None
+
+    def _is_wanted(self, message: StageMessage) -> bool:
+        is_repeated = isinstance(message, StageStep) and message.plan.step_id <= self._last_step
+        return (message.pipeline, message.epoch) == self._of and not is_repeated
+
+    def _receive_message(self) -> tuple[StageMessage, int] | None:
+        """Return the next message, and how many bytes of hidden states follow it."""
+        header = self._incoming.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            return None
+        body_bytes, hidden_bytes = _HEADER.unpack(header)
+        if body_bytes > MAX_FRAME_BYTES or hidden_bytes > _MAX_HIDDEN_BYTES:
+            raise ServiceError(
+                f"the stage before announced {body_bytes} and {hidden_bytes} bytes, "
+                f"limits: {MAX_FRAME_BYTES} and {_MAX_HIDDEN_BYTES}"
+            )
+        body = self._incoming.read(body_bytes)
+        if len(body) < body_bytes:
+            return None
+        try:
+            return decode_message(body), hidden_bytes
+        except msgspec.MsgspecError as error:
+            raise ServiceError(f"a frame of {body_bytes} bytes holds no message: {error}") from error
+
+    def _receive_hidden(self, hidden: torch.Tensor, num_bytes: int) -> bool:
+        """Read the hidden states of a step, unless they are in shared memory; False: the end came first."""
+        if bool(num_bytes) is self._places.is_shared:
+            where = "in shared memory" if self._places.is_shared else "on the socket"
+            raise ServiceError(f"hidden states are expected {where}, {num_bytes} bytes came with a step")
+        return self._places.is_shared or self._read_into(hidden, num_bytes)
+
+    def close(self) -> None:
+        shut(self._connection)
+
+    def end(self) -> None:
+        """Close the descriptor as well, when no thread receives any more."""
+        self._incoming.close()
+        shut(self._connection)
+
+    def _read_into(self, hidden: torch.Tensor, num_bytes: int) -> bool:
+        content = _bytes_of(hidden)
+        if len(content) != num_bytes:
+            raise ServiceError(
+                f"a step of {len(hidden)} tokens came with {num_bytes} bytes: {len(content)} expected"
+            )
+        num_read: int = self._incoming.readinto(content)  # all of it, unless the end has come
+        return num_read == num_bytes
+
+
+def result_frame(result: StageAnswer) -> bytes:
+    return _frame(encode_result(result))
+
+
+def send_result(connection: socket.socket, result: StageAnswer) -> None:
+    connection.sendall(result_frame(result))
+
+
+class StageLinks:
+    """All stages but the first, by an outlet and the connection that results come back on."""
+
+    def __init__(
+        self,
+        pipeline: str,
+        epoch: int,
+        num_flights: int,
+        outlet: StageOutlet,
+        results: socket.socket,
+        arrived: Callable[[], None] = lambda: None,
+        told: Callable[[AdapterAnswer], None] = lambda answer: None,
+    ) -> None:
+        """Another thread calls `arrived` when a result has come, and when none can come any more.
+
+        The same thread passes answers about adapters to `told`.
+        """
+        assert num_flights <= outlet.num_places, f"{num_flights=} {outlet.num_places=}"
+        self.pipeline, self.epoch, self.num_flights = pipeline, epoch, num_flights
+        self.place, self.send = outlet.place, outlet.send
+        self._outlet, self._connection, self._arrived, self._told = outlet, results, arrived, told
+        self._results: SimpleQueue[StageResult | None] = SimpleQueue()
+        self._is_lost = False  #: and every result was taken that had come before
+        self._is_over = False
+        self.num_dropped = 0  #: answers of another pipeline or epoch, and results that came before
+        threading.Thread(target=self._receive, name="hearth-stages", daemon=True).start()
+
+    def result(self, *, waits: bool) -> StageResult | None:
+        """Return the next result; None: it has not come. Raises StageLost if none can come any more."""
+        if self._is_lost:
+            raise StageLost(f"a stage of pipeline {self.pipeline} was lost")
+        try:
+            found = self._results.get(block=waits)
+        except Empty:
+            return None
+        if found is None:
+            self._is_lost = True
+            return self.result(waits=waits)
+        return found
+
+    def check(self) -> None:
+        """Raise StageLost if no result can come any more."""
+        if self._is_over:
+            raise StageLost(f"a stage of pipeline {self.pipeline} was lost")
+
+    def close(self) -> None:
+        self._outlet.close()
+        shut(self._connection)
+
+    def _receive(self) -> None:
+        last_result = -1
+        try:
+            with self._connection.makefile("rb", buffering=1 << 16) as incoming:
+                while len(header := incoming.read(_HEADER.size)) == _HEADER.size:
+                    body_bytes, _ = _HEADER.unpack(header)
+                    answer = decode_result(incoming.read(min(body_bytes, MAX_FRAME_BYTES)))
+                    if (answer.pipeline, answer.epoch) != (self.pipeline, self.epoch):
+                        self.num_dropped += 1
+                    elif not isinstance(answer, StageResult):
+                        self._told(answer)
+                    elif answer.number <= last_result:
+                        self.num_dropped += 1
+                    else:
+                        last_result = answer.number
+                        self._results.put(answer)
+                        self._arrived()
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("stages_lost pipeline=%s reason=%s", self.pipeline, error)
+        finally:
+            self._is_over = True
+            self._results.put(None)
+            self._arrived()
+
+
+def _frame(body: bytes) -> bytes:
+    return _HEADER.pack(len(body), 0) + body
+
+
+def _bytes_of(rows: torch.Tensor) -> memoryview:
+    return memoryview(rows.view(torch.uint8).numpy().reshape(-1))  # type: ignore[arg-type] # torch is typed so
+
+
+def shut(connection: socket.socket) -> None:
+    """Close a connection for all threads that use it."""
+    with suppress(OSError):  # the other end may have been first
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of TLS would go on in clear
+    connection.close()

@@ -1,0 +1,365 @@
+"""A worker's part in a pipeline: members find each other, and later ones run what the first one sends.
+
+    first  -- steps -->  second  -- steps -->  ...  last
+      ^------------------ results ------------------'
+
+Each member connects to the next one, and the last to the first (`stage_connections.py`). On one machine
+hidden states stay in memory that both map.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from hearth.core.errors import DeviceError, HearthError, StageLost
+from hearth.core.messages import HostModel
+from hearth.core.types import Member, Pipeline, node_of
+from hearth.engine.assemble import ModelSpec
+from hearth.engine.engine import Engine, StepOutcome, StepOutputs
+from hearth.engine.pending_step import StepInFlight
+from hearth.engine.pipeline import BlockMap, LaterStage
+from hearth.engine.stage_messages import (
+    AdapterAnswer,
+    AdapterMessage,
+    StageAdapterEnded,
+    StageResult,
+    StageStep,
+    StageWork,
+)
+from hearth.worker.stage_connections import Arrival, StageConnections, StageHello
+from hearth.worker.stage_link import (
+    FrameSender,
+    HiddenPlaces,
+    StageInlet,
+    StageLinks,
+    StageOutlet,
+    result_frame,
+)
+
+#: Steps of the last stage whose results have not been fetched from the device: it has host memory for two.
+_MAX_UNFETCHED = 2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StageArrived:
+    """A message of the member before that has its place among the steps.
+
+    Its hidden states stay until the step has ended.
+    """
+
+    message: StageWork | StageAdapterEnded
+    hidden: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResultArrived:
+    """A step has passed through all stages, or none will any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTold:
+    """Another member has told something about the adapter of a request."""
+
+    message: AdapterMessage
+
+
+StageNews = StageArrived | ResultArrived | AdapterTold
+
+
+class ResultSender:
+    """Sends the results of the last stage as its steps end, and what it tells about adapters."""
+
+    def __init__(self, connection: socket.socket, pipeline: str) -> None:
+        self._unfetched = threading.Semaphore(_MAX_UNFETCHED)
+        self._sender = FrameSender(connection, pipeline, self._unfetched.release)
+        self._connection, self.close = connection, self._sender.close
+
+    def make_room(self) -> None:
+        """Wait until another step may be launched. Raises StageLost if the first stage is gone."""
+        self._unfetched.acquire()
+        try:
+            self._sender.check()
+        except StageLost:
+            self._unfetched.release()  # for the next call
+            raise
+
+    def send(self, step: StageStep, pending: StepInFlight) -> None:
+        """Raises StageLost if the first stage is gone."""
+        if pending.is_computed:
+            self._sender.send(self._fetch(step, pending))
+        else:
+            self._sender.send_later(lambda: self._connection.sendall(self._fetch(step, pending)))
+
+    def tell(self, answer: AdapterAnswer) -> None:
+        """Raises StageLost if the first stage is gone."""
+        self._sender.send(result_frame(answer))
+
+    def _fetch(self, step: StageStep, pending: StepInFlight) -> bytes:
+        result = pending.wait()
+        self._unfetched.release()
+        return result_frame(StageResult(step.pipeline, step.epoch, step.plan.step_id, result))
+
+
+class _PinnedMemory:
+    """Memory of other processes that a device may copy from and to."""
+
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        self._memory, self._device = memory, device
+        self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call] # untyped
+        with torch.cuda.device(device):
+            error = self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(error) != 0:
+            raise DeviceError(f"{memory.nbytes} bytes for hidden states cannot be pinned: {error}")
+
+    def free(self) -> None:
+        with torch.cuda.device(self._device):
+            self._runtime.cudaHostUnregister(self._memory.data_ptr())
+
+
+Link = TypeVar("Link", StageOutlet, StageInlet, StageLinks, ResultSender)
+
+
+class StageMember:
+    """This worker in one pipeline.
+
+    A thread of the load calls `connect`, the step thread all else. A reader closes what leads onward when the
+    member before is gone.
+    """
+
+    def __init__(
+        self, order: HostModel, connections: StageConnections, post: Callable[[StageNews], None]
+    ) -> None:
+        """`post` is called by other threads."""
+        assert order.pipeline is not None, f"no pipeline: {order}"
+        self._pipeline: Pipeline = order.pipeline
+        self._number, self._connections, self._post = order.member, connections, post
+        self._closing: list[Callable[[], None]] = []
+        self._lock = threading.Lock()  #: guards the two around it, which closing and connecting change
+        self._is_closed = False
+        self._pinned: list[_PinnedMemory] = []  #: written by the load, and by the step thread after it
+        self._outlet: StageOutlet | None = None
+        self._inlet: StageInlet | None = None
+        self._results: ResultSender | None = None
+        self._links: StageLinks | None = None
+        self._stage: LaterStage | None = None
+        self._arrived: deque[StageArrived] = deque()
+
+    @property
+    def is_first(self) -> bool:
+        return self._number == 0
+
+    @property
+    def is_started(self) -> bool:
+        return self._stage is not None
+
+    @property
+    def has_work(self) -> bool:
+        """True if a later member has messages to run."""
+        return bool(self._arrived) and self.is_started
+
+    @property
+    def num_dropped(self) -> int:
+        """Frames of another pipeline or epoch, and repeated ones, which were dropped."""
+        return sum(one.num_dropped for one in (self._inlet, self._links) if one is not None)
+
+    def connect(self, spec: ModelSpec, device: torch.device) -> StageLinks | None:
+        """Connect to the other members. Returns the later stages, for the engine of the first.
+
+        Raises StageLost if a member is not reached, or this one is closed.
+        """
+        try:
+            return self._connect(spec, device)
+        except BaseException:
+            self.free()
+            raise
+
+    def _connect(self, spec: ModelSpec, device: torch.device) -> StageLinks | None:
+        members, flights = self._pipeline.members, len(self._pipeline.members)
+        if not self.is_first and self._number + 1 == flights:
+            connection = self._connections.connect(members[0].worker, self._hello(has_steps=False))
+            self._results = self._close_later(ResultSender(connection, self._pipeline.name))
+        else:
+            self._outlet = self._close_later(self._connect_next(members[self._number + 1], spec, device))
+        if self.is_first:
+            arrival = self._arrival(has_steps=False, sender=members[-1])
+            assert self._outlet is not None, "the first stage is not the last"
+            name, epoch = self._pipeline.name, self._pipeline.epoch
+            self._links = self._close_later(
+                StageLinks(
+                    name,
+                    epoch,
+                    flights,
+                    self._outlet,
+                    arrival.connection,
+                    # Not `self`: a cycle keeps memory.
+                    arrived=partial(self._post, ResultArrived()),
+                    told=partial(_post_told, self._post),
+                )
+            )
+            return self._links
+        arrival = self._arrival(has_steps=True, sender=members[self._number - 1])
+        places = self._places(arrival.shared, spec, device)
+        self._inlet = self._close_later(
+            StageInlet(arrival.connection, places, self._pipeline.name, self._pipeline.epoch)
+        )
+        threading.Thread(target=self._read, args=(self._inlet,), name="hearth-stage", daemon=True).start()
+        return None
+
+    def start(self, engine: Engine) -> None:
+        """Let a later member run messages, with the blocks that its engine has."""
+        self._engine = engine
+        self._stage = LaterStage(engine.runner, self._outlet, BlockMap(engine.batcher.blocks.free))
+
+    def take(self, news: StageArrived) -> None:
+        self._arrived.append(news)
+
+    def step(self) -> StepOutcome:
+        """Run the oldest message."""
+        assert self._stage is not None, f"messages for a member without an engine: {self._pipeline}"
+        news = self._arrived.popleft()
+        message, results = news.message, self._results
+        if isinstance(message, StageAdapterEnded):  # no step before it is left
+            self._post(AdapterTold(message))
+        elif not isinstance(message, StageStep):
+            self._stage.take(message, None)
+        else:
+            if results is not None:
+                results.make_room()
+            with self._engine.marked(message.plan.request_ids):
+                pending = self._stage.take(message, news.hidden)
+            if results is not None and pending is not None:
+                results.send(message, pending)
+        return StepOutcome(StepOutputs(), (), (), has_run=True)
+
+    def tell(self, message: AdapterMessage) -> None:
+        """Tell the next member something about an adapter; the last one answers the first.
+
+        Raises StageLost if another member is gone.
+        """
+        self.check()
+        if self._outlet is not None:
+            self._outlet.send(message)
+        elif self._results is not None and isinstance(message, AdapterAnswer):
+            self._results.tell(message)
+
+    def check(self) -> None:
+        """Raise StageLost if the first member can get no more results."""
+        if self._links is not None:
+            self._links.check()
+
+    def close(self) -> None:
+        """Cut off the other members. Closing again is harmless."""
+        with self._lock:
+            self._is_closed = True
+            closing, self._closing = self._closing, []
+        for close in closing:
+            close()
+        self._connections.forget(self._pipeline.name)
+        if closing:
+            self._connections.num_dropped += self.num_dropped
+        self._arrived.clear()
+
+    def free(self) -> None:
+        """Give back pinned memory, which no step uses any more."""
+        while self._pinned:
+            self._pinned.pop().free()
+
+    def _hello(self, *, has_steps: bool) -> StageHello:
+        return StageHello(self._pipeline.name, self._pipeline.epoch, has_steps)
+
+    def _arrival(self, *, has_steps: bool, sender: Member) -> Arrival:
+        hello = self._hello(has_steps=has_steps)
+        arrival = self._connections.claim(hello, sender.worker, lambda: self._is_closed)
+        if arrival is None:
+            raise self._dissolved()
+        return arrival
+
+    def _is_near(self, member: Member) -> bool:
+        return node_of(member.worker) == node_of(self._connections.own)
+
+    def _connect_next(self, following: Member, spec: ModelSpec, device: torch.device) -> StageOutlet:
+        shared = None
+        if self._is_near(following):
+            shared = os.memfd_create("hearth-hidden")
+            os.ftruncate(shared, self._places_bytes(spec))
+        try:
+            hello = self._hello(has_steps=True)
+            connection = self._connections.connect(following.worker, hello, shared)
+        except StageLost:
+            if shared is not None:
+                os.close(shared)
+            raise
+        return StageOutlet(connection, self._places(shared, spec, device), self._pipeline.name)
+
+    def _places_bytes(self, spec: ModelSpec) -> int:
+        return HiddenPlaces.num_bytes(len(self._pipeline.members), spec.limits.max_batch_tokens, _like(spec))
+
+    def _places(self, shared: int | None, spec: ModelSpec, device: torch.device) -> HiddenPlaces:
+        """Return the memory for hidden states, and close its descriptor. Raises StageLost."""
+        num_bytes, is_cuda = self._places_bytes(spec), device.type == "cuda"
+        if shared is None:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        else:
+            try:
+                if os.fstat(shared).st_size != num_bytes:  # it would be killed for touching what is not there
+                    raise StageLost(
+                        f"another stage of pipeline {self._pipeline.name} shares "
+                        f"{os.fstat(shared).st_size} bytes, not {num_bytes}: its limits of steps differ"
+                    )
+                memory = torch.frombuffer(mmap.mmap(shared, num_bytes), dtype=torch.uint8)
+            finally:
+                os.close(shared)
+            if is_cuda:
+                self._pinned.append(_PinnedMemory(memory, device))
+        return HiddenPlaces.over(
+            memory, len(self._pipeline.members), _like(spec), is_shared=shared is not None
+        )
+
+    def _close_later(self, one: Link) -> Link:
+        with self._lock:
+            if not self._is_closed:
+                self._closing.append(one.close)
+                return one
+        one.close()
+        raise self._dissolved()
+
+    def _dissolved(self) -> StageLost:
+        return StageLost(f"pipeline {self._pipeline.name} was dissolved")
+
+    def _read(self, inlet: StageInlet) -> None:
+        try:
+            while (received := inlet.receive()) is not None:
+                message, hidden = received
+                if isinstance(message, StageWork | StageAdapterEnded):
+                    self._post(StageArrived(message, hidden))
+                else:
+                    self._post(AdapterTold(message))
+        except (OSError, ValueError, HearthError) as error:  # ValueError: it was closed here
+            if not self._is_closed:
+                log.warning("stage_cut_off pipeline=%s reason=%s", self._pipeline.name, error)
+        finally:
+            inlet.end()
+            for way in (self._outlet, self._results):  # each member cuts off the next, so the first notices
+                if way is not None:
+                    way.close()
+
+
+def _post_told(post: Callable[[StageNews], None], answer: AdapterAnswer) -> None:
+    post(AdapterTold(answer))
+
+
+def _like(spec: ModelSpec) -> torch.Tensor:
+    return torch.empty(0, spec.arch.hidden_size, dtype=spec.dtype)

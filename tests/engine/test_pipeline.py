@@ -1,0 +1,54 @@
+"""A model in stages gives the tokens of the whole one; disturbed pipelines are in test_disturbances.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hearth.core.config import EngineConfig
+from hearth.engine.engine import Engine
+from hearth.engine.pipeline import PipelineRunner
+from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
+from tests.engine.pipeline_rig import LocalStages, pipeline_for
+from tests.engine.test_elastic import EXTENTS
+from tests.models.zoo import VARIANTS
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10, 12]]
+
+
+MANY = replace(ROOMY, max_seqs=10)
+
+
+def with_blocks(
+    name: str, cuts: list[int], num_flights: int, config: EngineConfig = ROOMY, *, is_kv_wide: bool = False
+) -> Engine:
+    engine, _ = pipeline_for(name, cuts, num_flights, config, is_kv_wide=is_kv_wide)
+    for extent in EXTENTS:
+        engine.add_blocks(extent)
+    return engine
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_a_model_in_stages_says_what_the_whole_one_says(name: str) -> None:
+    whole = engine_for(name, ROOMY)
+    num_layers = whole.runner.layers.decoder.arch.num_layers
+    expected = ask(whole, PROMPTS, greedy())
+    for num_flights, cuts in enumerate([[1], list(range(1, num_layers))], start=1):
+        pipeline = with_blocks(name, cuts, num_flights, is_kv_wide=num_flights == 2)
+        assert ask(pipeline, PROMPTS, greedy()) == expected
+
+
+@pytest.mark.parametrize("name", ["llama-wide", "opt-wide"], ids=["untied", "tied"])
+def test_four_uneven_stages_say_what_the_whole_model_says(name: str) -> None:
+    """Of one, one, three and one layers, with as many steps in flight as stages, fewer and more."""
+    prompts, whole = prompts_for(160, (7, 1, 13, 8, 2, 30, 5, 4, 19, 3)), engine_for(name, MANY)
+    assert whole.runner.layers.decoder.arch.tied_head is (name == "opt-wide")
+    expected = ask(whole, prompts, greedy())
+    for num_flights in range(1, 6):
+        pipeline = with_blocks(name, [1, 2, 5], num_flights, MANY)
+        assert ask(pipeline, prompts[: 2 * num_flights], greedy()) == expected[: 2 * num_flights]
+        assert isinstance(pipeline.runner, PipelineRunner)
+        later = pipeline.runner._later
+        assert isinstance(later, LocalStages)
+        assert later.most_in_flight == num_flights

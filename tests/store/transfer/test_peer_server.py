@@ -1,0 +1,66 @@
+"""Whom the sender of chunks serves: connections of one node, with its ticket and its certificate."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from contextlib import ExitStack, closing
+
+import pytest
+
+from hearth.core.node_messages import TicketGranted
+from hearth.core.types import NodeId
+from hearth.store.transfer.data_connection import drop_peer
+from hearth.store.transfer.peer_stream import PeerStream
+from tests.store.transfer.test_peers import a_cluster, a_store
+
+RECEIVER = NodeId("b")
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_dropped_node_loses_its_connections_and_others_keep_theirs(is_encrypted: bool) -> None:
+    with (
+        a_cluster(is_encrypted=is_encrypted) as cluster,
+        a_store(cluster, "a") as sender,
+        ExitStack() as opened,
+    ):
+        streams = []
+        for name in ("b", "c"):
+            receiver = cluster.add(name)
+            granted = cluster.ticket(sender.node.name, receiver.name)
+            assert isinstance(granted, TicketGranted)
+            stream = PeerStream.open(sender.node.name, granted, receiver.folder, 30.0)
+            streams.append(opened.enter_context(closing(stream)))
+        dropped, kept = (stream._socket for stream in streams)
+        for connection in (dropped, kept):
+            assert asks(connection).startswith(b"\x00\x00\x00\x00\xff"), "a refusal, so it is being served"
+        drop_peer(sender.node.peers_socket, RECEIVER)
+        with pytest.raises(OSError):  # noqa: PT011 # closed or reset, with TLS in several ways
+            asks_until_closed(dropped)
+        assert asks(kept).startswith(b"\x00\x00\x00\x00\xff")
+
+
+def asks_until_closed(connection: socket.socket) -> None:
+    """The keeper is told to hang up and does not answer: a request sent at once may still be served."""
+    while True:
+        asks(connection)
+
+
+def asks(connection: socket.socket) -> bytes:
+    connection.settimeout(30.0)
+    connection.sendall(b'{"file": ["unknown", "x"]}\n')
+    answer = connection.recv(4096)
+    if not answer:
+        raise ConnectionResetError("closed")
+    return answer
+
+
+def test_a_ticket_of_another_node_is_of_no_use() -> None:
+    with a_cluster(is_encrypted=True) as cluster, a_store(cluster, "a") as sender:
+        thief = cluster.add("c")
+        granted = cluster.ticket(sender.node.name, RECEIVER)
+        assert isinstance(granted, TicketGranted)
+        stream = PeerStream.open(sender.node.name, granted, thief.folder, 30.0)
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            asks(stream._socket)
+        stream.close()

@@ -1,0 +1,96 @@
+"""A model in stages on workers that are processes of their own, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from hearth.core.messages import HostingFailed, HostModel, ModelLoaded
+from hearth.core.types import Member, Pipeline, WorkerId
+from hearth.policy.fleet.footprint import PAGE_BYTES
+from hearth.store.format.manifest import read_manifest
+from tests.engine.harness import prompts_for
+from tests.store.stored import converted
+from tests.worker.harness import (
+    CONFIG,
+    Rig,
+    folder,
+    greedy,
+    host_order,
+    keeper_setup,
+    keeping,
+    working,
+)
+
+NAME, CONTEXT = "llama-gqa", 64
+PROMPTS = prompts_for(160, (3, 40, 7, 21, 1, 12))
+NUM_BLOCKS = 4 * CONTEXT // CONFIG.block_tokens
+KINDS = [pytest.param("cpu", marks=pytest.mark.e2e), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@contextmanager
+def workers(kind: str, num_workers: int) -> Iterator[list[Rig]]:
+    budget_bytes = 2 << 30 if kind == "cuda" else 64 << 20
+    with ExitStack() as stack:
+        place = stack.enter_context(folder())
+        setup = keeper_setup(place, kind=kind)  # type: ignore[arg-type] # one of its two
+        stack.enter_context(keeping(setup))
+        yield [
+            stack.enter_context(
+                working(
+                    setup.socket,
+                    worker=WorkerId(f"w{number}"),
+                    kind=kind,
+                    num_sharing=num_workers,
+                    budget_bytes=budget_bytes,
+                    stages_path=str(place),
+                )
+            )
+            for number in range(num_workers)
+        ]
+
+
+def orders(num_workers: int, name: str = "p") -> list[HostModel]:
+    where = converted(NAME)
+    num_layers = read_manifest(where).arch.num_layers
+    ends = [*range(num_workers), num_layers]
+    members = tuple(Member(WorkerId(f"w{at}"), ends[at], ends[at + 1]) for at in range(num_workers))
+    pipeline = Pipeline(name, 1, members, NUM_BLOCKS)
+    return [
+        host_order(
+            NAME,
+            where,
+            pipeline=pipeline,
+            member=number,
+            kv_floor_bytes=4 * PAGE_BYTES,
+            max_kv_bytes=4 * PAGE_BYTES,
+        )
+        for number in range(num_workers)
+    ]
+
+
+def ask(rig: Rig) -> list[list[int]]:
+    gateway = rig.gateway
+    runs = [gateway.start(NAME, prompt, greedy(20)) for prompt in PROMPTS]
+    return [run.tokens for run in gateway.until_ended(*runs)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_say_together_what_one_says_and_come_back_without_one(kind: str) -> None:
+    with workers(kind, 1) as (one,):
+        assert isinstance(one.gateway.host(NAME, converted(NAME)), ModelLoaded)
+        alone = ask(one)
+    with workers(kind, 3) as three:
+        for rig, order in zip(three, orders(3), strict=True):
+            rig.gateway.send(order)
+        assert [ask(three[0]) for _ in range(2)] == [alone, alone]
+        three[0].gateway.start(NAME, PROMPTS[0], greedy(40))
+        three[2].worker.kill()
+        failed = three[0].gateway.until_kind(HostingFailed)
+        assert failed.is_cut_off, f"{failed}"
+        three[1].gateway.drop(NAME)
+        for rig, order in zip(three[:2], orders(2, "q"), strict=True):
+            rig.gateway.send(order)
+        assert ask(three[0]) == alone
