@@ -18,7 +18,8 @@ CODE := src tests bench scripts/tables scripts/reference
 ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
 NOT_ON_GPU := tests/api tests/cli tests/control tests/node tests/service tests/engine/test_guide.py tests/test_cli.py \
-              tests/store/transfer/test_peers.py
+              tests/store/transfer/test_peers.py tests/store/transfer/test_peer_server.py \
+              tests/worker/test_stage_sockets.py
 # Folders in which most tests start no process; those that do are marked `e2e`.
 FAST := $(addprefix tests/,api bench/fleet control core engine kernels memory models policy sim snapshot store system \
                            text worker)
@@ -28,7 +29,7 @@ TESTERS ?= 3
 TYPES := .mypy_cache/said
 BENCHES := engine traffic arrivals shapes eight_bit kernels start lora lora_swap lora_serving load chunks service_gpu \
            reuse elastic profile turns coldstart
-CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile cluster
+CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile cluster pipelines
 # The folder's other entries, beside its own (`python -m bench.load`): a benchmark is named as its result is.
 MODULE_engine_cpu := engine.cpu
 MODULE_traffic := engine --parts traffic

@@ -59,7 +59,7 @@ OVERLOADED_MODELS, OVERLOADED_REQUESTS_PER_S = 10_000, 10_000.0
 STARVING_QUEUE = 7_500
 NUM_WARM_UP = 60_000
 NUM_EVENTS = 40_000
-AIM_EVENTS_PER_S = 5_000
+AIM_EVENTS_PER_S, AIM_STARVING_EVENTS_PER_S = 14_000, 9_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +164,18 @@ def main() -> None:
         )
     )
     rows = [
-        {"measure": name, "unit": "events/s", "value": result["events_per_s"], "aim": AIM_EVENTS_PER_S}
-        for name, result in [
-            *((f"{num_models:,} models", results[f"models_{num_models}"]) for num_models in NUM_MODELS),
-            (f"{OVERLOADED_MODELS:,} models, all equally popular, more requests than fit", overloaded),
-            (f"{OVERLOADED_MODELS:,} models, half of them without room", starving),
+        {"measure": name, "unit": "events/s", "value": result["events_per_s"], "aim": aim}
+        for name, result, aim in [
+            *(
+                (f"{num_models:,} models", results[f"models_{num_models}"], AIM_EVENTS_PER_S)
+                for num_models in NUM_MODELS
+            ),
+            (f"{OVERLOADED_MODELS:,} models, all equally popular, more requests than fit", overloaded, None),
+            (
+                f"{OVERLOADED_MODELS:,} models, half of them without room",
+                starving,
+                AIM_STARVING_EVENTS_PER_S,
+            ),
         ]
     ]
     means = [_mean_us(results[f"models_{num_models}"]) for num_models in (NUM_MODELS[0], NUM_MODELS[-1])]
@@ -183,7 +190,6 @@ def main() -> None:
         "overloaded_requests_per_s": OVERLOADED_REQUESTS_PER_S,
         "starving_queue": STARVING_QUEUE,
         "num_events": NUM_EVENTS,
-        "aim_events_per_s": AIM_EVENTS_PER_S,
     }
     emit(
         "brain",
@@ -193,7 +199,6 @@ def main() -> None:
             "growth": {
                 "factor": round(growth, 3),
                 "logarithm_allows": allowed,
-                "meets_aim": growth <= allowed,
             },
             **results,
             "overloaded": overloaded,
@@ -225,7 +230,6 @@ def measured(
         by_kind[timing.kind].append(timing.seconds)
     return {
         "events_per_s": round(len(timings) / total_s),
-        "meets_aim": len(timings) / total_s >= AIM_EVENTS_PER_S,
         "mean_us": total_s / len(timings) * 1e6,
         "us": _in_us(percentiles([timing.seconds for timing in timings])),
         "state": brain.describe_state(),

@@ -11,7 +11,8 @@ minutes memory, descriptors, threads and tasks must not grow, events must replay
 nothing may be left.
 
 With --cluster two nodes join the service, which then has one worker of its own. Nodes, too, are killed,
-stopped, drained and cut off. After each window all of them must serve again.
+stopped, drained and cut off, and their links fall silent or become slow. After each window all of them must
+serve again.
 
 Exits with 1 if any of this does not hold. How much slower honest clients are is told, not judged.
 """

@@ -9,7 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from random import Random
 
@@ -27,6 +27,9 @@ PAUSE_S, GATEWAY_PAUSE_S = (2.0, 4.0), (0.5, 2.0)
 STORE_S, DISK_S = 6.0, 6.0
 NODE_PAUSE_S = 5.0  #: a node is lost after 3 s
 DRAIN_S, CUT_S = (3.0, 6.0), (0.5, 2.0)
+#: Nodes that are silent for 3 s are lost.
+SILENT_S = (2.0, 6.0)
+SLOW_BYTES_PER_S = (2e5, 5e6)
 #: A process that hangs is replaced within this, on a busy machine too.
 FOUND_S = 60.0
 #: What an operator's order may be answered with while the disk fails.
@@ -187,9 +190,25 @@ async def drain_node(scene: Scene, random: Random) -> None:
 
 
 async def cut_links(scene: Scene, random: Random) -> None:
-    """Cut all nodes off from the head, without a word to either."""
+    """End all connections of nodes to the head."""
     with scene.nodes.to_head.cut():
         await asyncio.sleep(random.uniform(*CUT_S))
+
+
+async def silence_links(scene: Scene, random: Random) -> None:
+    """Let nothing pass between nodes and head, mostly until the nodes are given up."""
+    with scene.nodes.to_head.silent():
+        await asyncio.sleep(random.uniform(*SILENT_S))
+    await scene.wait_nodes(NAMES)
+
+
+async def slow_links(scene: Scene, random: Random) -> None:
+    """Slow down all links, and have models fetched meanwhile."""
+    links = (scene.nodes.to_head, *scene.nodes.to_stores.values())
+    with ExitStack() as stack:
+        for link in links:
+            stack.enter_context(link.slow(random.uniform(*SLOW_BYTES_PER_S)))
+        await _fetch_anew(scene, random.uniform(*CUT_S))
 
 
 async def cut_data(scene: Scene, random: Random) -> None:
@@ -218,6 +237,8 @@ NODE_FAULTS: dict[str, Callable[[Scene, Random], Awaitable[None]]] = {
     "node_drain": drain_node,
     "link_cut": cut_links,
     "data_cut": cut_data,
+    "link_silent": silence_links,
+    "link_slow": slow_links,
 }
 
 

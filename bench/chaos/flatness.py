@@ -17,6 +17,7 @@ from statistics import median
 
 from bench.service.process import ProcessId, started_ticks
 from bench.soak.watch import SHARE, SLACK, Sample, sampled
+from hearth.store.transfer.fetch import NUM_FAR_READERS, NUM_READERS
 
 #: A process that is younger is still starting, and says nothing.
 SETTLE_S = 6.0
@@ -24,6 +25,9 @@ ROUND_WINDOWS = 2  #: of a round: one without attackers, one with them
 #: Windows before which growth says nothing: in the first round caches fill.
 WARM_UP_WINDOWS = ROUND_WINDOWS
 MIN_SAMPLES = 6  #: of each part of a role
+#: The pools of a keeper. Readers of other nodes and object storage start with the first such read, as do the
+#: threads of the object storage client, one per core. All stay.
+KEEPER_THREADS = NUM_READERS + NUM_FAR_READERS + (os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,11 @@ class Change:
     what: str
     first: float
     last: float
+    pools: int = 0  #: the size of pools that fill at any time and stay full
 
     @property
     def limit(self) -> float:
-        return self.first * (1 + SHARE) + SLACK[self.what]
+        return max(self.first, self.pools) * (1 + SHARE) + SLACK[self.what]
 
 
 class Flatness:
@@ -96,7 +101,7 @@ def _of_role(role: str, looks: Sequence[Look]) -> list[Change]:
     last = [look for look in looks if num_windows - size <= look.window]
     if num_rounds < 2 or min(len(first), len(last)) < MIN_SAMPLES:
         return []
-    return _changes(f"the {role}", first, last)
+    return _changes(role, f"the {role}", first, last)
 
 
 def _of_lives(role: str, looks: Sequence[Look]) -> list[Change]:
@@ -110,14 +115,15 @@ def _of_lives(role: str, looks: Sequence[Look]) -> list[Change]:
                 first, last = (
                     [look for look in own if look.window == at] for at in (windows[0], windows[-1])
                 )
-                found += _changes(f"one {role} ({process.pid})", first, last)
+                found += _changes(role, f"one {role} ({process.pid})", first, last)
     return found
 
 
-def _changes(who: str, first: Sequence[Look], last: Sequence[Look]) -> list[Change]:
+def _changes(role: str, who: str, first: Sequence[Look], last: Sequence[Look]) -> list[Change]:
     found = []
     for what in SLACK:
         before, after = ([asdict(look.sample)[what] for look in looks] for looks in (first, last))
         if None not in (*before, *after):
-            found.append(Change(who, what, median(before), median(after)))
+            pools = KEEPER_THREADS if (role, what) == ("keeper", "num_threads") else 0
+            found.append(Change(who, what, median(before), median(after), pools))
     return found

@@ -1,4 +1,4 @@
-"""Other machines of the service under test: `hearth join` on loopback, and connections that can be cut.
+"""Other machines of the service under test: `hearth join` on loopback, by links that can be cut or slow.
 
 node -> passage -> the cluster's port of the head        control, tokens
 other stores -> passage -> the port of the node          weights
@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ NAMES = ("one", "two")
 HOST = "127.0.0.1"
 #: Below those that Linux gives out by itself, so that nobody has it while a process starts again.
 PORTS = range(12_000, 32_000)
+#: Passed on at a time.
+PIECE_BYTES = 1 << 14
 
 
 class ClusterNode:
@@ -53,7 +56,7 @@ class ClusterNode:
 
 
 class Passage(ThreadingTCPServer):
-    """Passes connections on to another port, unless it is cut."""
+    """Passes connections on to another port, as a link does that can be cut, silent or slow."""
 
     daemon_threads = True
 
@@ -62,6 +65,9 @@ class Passage(ThreadingTCPServer):
         self.target, self.port = target, int(self.server_address[1])
         self.is_cut = False
         self.open: set[socket.socket] = set()
+        self._flows = threading.Event()
+        self._flows.set()
+        self._byte_s = 0.0  #: for each byte
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     @contextmanager
@@ -74,6 +80,35 @@ class Passage(ThreadingTCPServer):
             yield
         finally:
             self.is_cut = False
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Pass on nothing while the context lasts, and end no connection: as a link does that is down."""
+        self._flows.clear()
+        try:
+            yield
+        finally:
+            self._flows.set()
+
+    @contextmanager
+    def slow(self, bytes_per_s: float) -> Iterator[None]:
+        """Limit each direction of each connection while the context lasts."""
+        self._byte_s = 1.0 / bytes_per_s
+        try:
+            yield
+        finally:
+            self._byte_s = 0.0
+
+    def pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(PIECE_BYTES):
+                time.sleep(len(data) * self._byte_s)
+                self._flows.wait()
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            _end(source)
+            _end(target)
 
     def close(self) -> None:
         self.shutdown()
@@ -89,9 +124,10 @@ class _Connection(BaseRequestHandler):
             ends = {self.request, onward}
             self.server.open |= ends
             if not self.server.is_cut:  # looked at when `cut` can see it
-                back = threading.Thread(target=_pass_on, args=(onward, self.request), daemon=True)
+                pass_on = self.server.pass_on
+                back = threading.Thread(target=pass_on, args=(onward, self.request), daemon=True)
                 back.start()
-                _pass_on(self.request, onward)
+                pass_on(self.request, onward)
                 back.join()
             self.server.open -= ends
 
@@ -146,16 +182,6 @@ def free_port() -> int:
         with socket.socket() as held, suppress(OSError):  # it is taken
             held.bind((HOST, port))
             return port
-
-
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
-    try:
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
-    except OSError:
-        _end(source)
-        _end(target)
 
 
 def _end(connection: socket.socket) -> None:

@@ -21,7 +21,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from hearth.store.format.manifest import CHUNK_BYTES
-from hearth.store.transfer.peer_stream import PIECE_BYTES, tls_context
+from hearth.store.transfer.data_connection import tls_context
+from hearth.store.transfer.peer_stream import PIECE_BYTES
 
 CHUNKS_PER_STREAM = 16
 _PIECE_BYTES = 1 << 20

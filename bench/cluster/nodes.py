@@ -6,7 +6,6 @@ descriptors of admitted connections. They know what all nodes hold, as the head 
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import socketserver
@@ -17,15 +16,27 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from hearth.core.node_messages import HeldChunks
-from hearth.core.types import Digest, NodeId
-from hearth.store.transfer.peer_server import hand_over
-from hearth.store.transfer.peer_stream import MAGIC, certificate_name
+from hearth.core.node_messages import (
+    DATA_MAGIC,
+    Answer,
+    AskSources,
+    AskTicket,
+    HeldChunks,
+    PlannedFetch,
+    Question,
+    QuestionRefused,
+    Source,
+    Sources,
+    TicketGranted,
+)
+from hearth.core.types import Digest, NodeId, server_name
+from hearth.store.transfer.data_connection import hand_over
 
 #: What a node holds of a model.
 Held = Callable[[Digest], Iterable[HeldChunks]]
@@ -40,10 +51,12 @@ class Cluster:
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     #: What nodes are said to hold, instead of what they do.
     said: dict[NodeId, Held] = field(default_factory=dict)
+    #: From where nodes are to fetch.
+    plans: dict[NodeId, tuple[PlannedFetch, ...]] = field(default_factory=dict)
     num_tickets: int = 0
 
     def __post_init__(self) -> None:
-        self._tickets: set[str] = set()
+        self._tickets: dict[bytes, NodeId] = {}
         self._authority = _Authority()
 
     def add(self, name: str, listener: socket.socket | None = None) -> Node:
@@ -54,30 +67,27 @@ class Cluster:
         self.nodes[node.name] = node
         return node
 
-    def sources(self, asker: NodeId, digest: Digest) -> list[dict[str, str]]:
+    def sources(self, asker: NodeId, digest: Digest) -> Sources:
         found = []
         for name, node in list(self.nodes.items()):
             if name == asker:
                 continue
             for held in self.said.get(name, node.held)(digest):
                 if any(held.host) or any(held.disk):
-                    found.append({"node": name, "host": held.host.hex(), "disk": held.disk.hex()})
-        return found
+                    found.append(Source(name, held))
+        return Sources(0, tuple(found), self.plans.get(asker, ()))
 
-    def ticket(self, name: NodeId) -> dict[str, object]:
+    def ticket(self, name: NodeId, source: NodeId) -> TicketGranted | QuestionRefused:
         node = self.nodes.get(name)
         if node is None:
-            return {"error": f"no node {name} is in the cluster"}
-        ticket = secrets.token_hex(16)
-        self._tickets.add(ticket)
+            return QuestionRefused(0, f"no node {name} is in the cluster")
+        ticket = secrets.token_bytes(16)
+        self._tickets[ticket] = source
         self.num_tickets += 1
-        return {"host": node.host, "port": node.port, "ticket": ticket, "is_encrypted": self.is_encrypted}
+        return TicketGranted(0, node.host, node.port, ticket, self.is_encrypted)
 
-    def admits(self, ticket: str) -> bool:
-        with suppress(KeyError):
-            self._tickets.remove(ticket)
-            return True
-        return False
+    def admit(self, ticket: bytes) -> NodeId | None:
+        return self._tickets.pop(ticket, None)
 
     def close(self) -> None:
         for node in self.nodes.values():
@@ -92,7 +102,7 @@ class Node:
         self.cluster, self.name, self.folder = cluster, name, folder
         self.agent_socket, self.peers_socket = folder / "agent.sock", folder / "peers.sock"
         self.held: Held = lambda _: ()
-        self.take: Callable[[socket.socket], None] = self._hand_over
+        self.take: Callable[[socket.socket], None] | None = None  #: None: they are the store's
         self._listener = listener
         self.host, self.port = listener.getsockname()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -106,9 +116,6 @@ class Node:
         self._agent.shutdown()
         self._agent.server_close()
 
-    def _hand_over(self, connection: socket.socket) -> None:
-        hand_over(self.peers_socket, connection, is_encrypted=self.cluster.is_encrypted)
-
     def _accept(self) -> None:
         while True:
             try:
@@ -119,9 +126,14 @@ class Node:
 
     def _admit(self, connection: socket.socket) -> None:
         with closing(connection), suppress(OSError):
-            line = connection.recv(len(MAGIC) + 33, socket.MSG_WAITALL)
-            if self.cluster.admits(line.removeprefix(MAGIC).decode().strip()):
+            line = connection.recv(len(DATA_MAGIC) + 33, socket.MSG_WAITALL)
+            source = self.cluster.admit(bytes.fromhex(line.removeprefix(DATA_MAGIC).decode()))
+            if source is None:
+                return
+            if self.take is not None:
                 self.take(connection)
+            else:
+                hand_over(self.peers_socket, connection, source, is_encrypted=self.cluster.is_encrypted)
 
 
 class _AgentServer(socketserver.ThreadingUnixStreamServer):
@@ -137,13 +149,13 @@ class _Questions(socketserver.StreamRequestHandler):
         assert isinstance(self.server, _AgentServer)
         node = self.server.node
         for line in self.rfile:
-            question = json.loads(line)
-            answer: object
-            if "sources" in question:
-                answer = {"sources": node.cluster.sources(node.name, Digest(question["sources"]))}
-            else:
-                answer = node.cluster.ticket(NodeId(question["ticket"]))
-            self.wfile.write(json.dumps(answer).encode() + b"\n")
+            answer: Answer
+            match msgspec.json.decode(line, type=Question):
+                case AskSources(_, digest):
+                    answer = node.cluster.sources(node.name, digest)
+                case AskTicket(_, name):
+                    answer = node.cluster.ticket(name, node.name)
+            self.wfile.write(msgspec.json.encode(answer) + b"\n")
 
 
 class _Authority:
@@ -158,7 +170,7 @@ class _Authority:
 
     def certify(self, folder: Path, node: NodeId) -> None:
         """Write ca.pem, node.pem and node.key."""
-        key, dns_name = ec.generate_private_key(ec.SECP256R1()), certificate_name(node)
+        key, dns_name = ec.generate_private_key(ec.SECP256R1()), server_name(node)
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, dns_name.partition(".")[0])])
         certificate = (
             self._builder(name, key)

@@ -25,13 +25,12 @@ from bench.report import step, tell
 from hearth.core.errors import StoreError
 from hearth.core.messages import KeeperSetup
 from hearth.core.node_messages import HeldChunks
-from hearth.core.types import Digest, Rung
+from hearth.core.types import Digest, Rung, server_name
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
 from hearth.store.format.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS, Manifest, chunk_of
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.transfer.lease_client import LeaseClient
-from hearth.store.transfer.peer_stream import certificate_name
 
 #: 0.6 GB in bfloat16.
 SHAPE: Mapping[str, object] = {
@@ -150,7 +149,7 @@ class Bench:
     def __init__(self, cluster: Cluster, stack: ExitStack) -> None:
         self.cluster, self._stack = cluster, stack
         with step("writing random models"):
-            self._models = [_write(cluster.folder / f"model-{number}") for number in range(2)]
+            self._models = [write_random(cluster.folder / f"model-{number}", SHAPE) for number in range(2)]
         self.num_chunks = len(self._models[0][1].chunks)
         self._num_loads = Counter[Keeper]()
 
@@ -167,40 +166,20 @@ class Bench:
         None: its host memory has room for all models.
         `address`: in its own network namespace; None: it has none.
         """
-        node = self.cluster.add(name, None if address is None else listen_inside(name, address))
-        prefix = () if address is None else inside(name)
         num_cells = self.num_chunks * len(self._models) if num_chunks is None else num_chunks
-        setup = KeeperSetup(
-            socket=str(node.folder / "keeper.sock"),
-            kind="cuda",  # it keeps chunks in host memory; no device is touched
-            path=str(node.folder / "store"),
-            disk_bytes=disk_bytes,
+        return start_keeper(
+            self.cluster,
+            name,
+            self._stack,
             host_bytes=num_cells * CHUNK_BYTES,
-            log_level="error",
-            agent_socket=str(node.agent_socket),
-            peers_socket=str(node.peers_socket),
-            credentials=str(node.folder),
+            disk_bytes=disk_bytes,
+            address=address,
         )
-        process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "hearth.store.keeper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._stack.callback(process.wait)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._stack.callback(process.stdin.close)
-        process.stdin.write(msgspec.json.encode(setup) + b"\n")
-        process.stdin.flush()
-        assert json.loads(process.stdout.readline())["ready"]
-        keeper = Keeper(node, process)
-        node.held = partial(_held, keeper.socket)
-        return keeper
 
     def ceiling(self) -> Ceiling:
         node = self.cluster.nodes[next(iter(self.cluster.nodes))]
         credentials = node.folder if self.cluster.is_encrypted else None
-        return probe(NUM_STREAMS, credentials, certificate_name(node.name))
+        return probe(NUM_STREAMS, credentials, server_name(node.name))
 
     def load(self, receiver: Keeper, senders: Sequence[Keeper], num_chunks: int | None = None) -> Load:
         """Have a model loaded from the host memory of senders; not the one that the receiver had before."""
@@ -208,7 +187,7 @@ class Bench:
         self._num_loads[receiver] += 1
         where = f"hearth://{manifest.digest}"
         for sender in senders:
-            _warm(sender, directory)
+            warm_up(sender, directory)
         names = {sender.node.name for sender in senders}
         self.cluster.said = {name: lambda _: () for name in self.cluster.nodes if name not in names}
         with closing(LeaseClient(receiver.socket, is_pinned=False)) as client:
@@ -237,21 +216,64 @@ def bench_cluster(is_encrypted: bool) -> Iterator[Bench]:
         yield Bench(cluster, stack)
 
 
-def _write(directory: Path) -> tuple[Path, Manifest]:
-    arch = arch_from_config(dict(SHAPE))
+def start_keeper(
+    cluster: Cluster,
+    name: str,
+    stack: ExitStack,
+    *,
+    host_bytes: int,
+    disk_bytes: int | None = None,
+    address: str | None = None,
+) -> Keeper:
+    """Start the keeper of a new node; it ends with the stack. `address`: as for `Bench.keeper`."""
+    node = cluster.add(name, None if address is None else listen_inside(name, address))
+    prefix = () if address is None else inside(name)
+    setup = KeeperSetup(
+        socket=str(node.folder / "keeper.sock"),
+        kind="cuda",  # it keeps chunks in host memory; no device is touched
+        path=str(node.folder / "store"),
+        disk_bytes=disk_bytes,
+        host_bytes=host_bytes,
+        log_level="error",
+        agent_socket=str(node.agent_socket),
+        peers_socket=str(node.peers_socket),
+        credentials=str(node.folder),
+    )
+    process = subprocess.Popen(
+        [*prefix, sys.executable, "-m", "hearth.store.keeper"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    stack.callback(process.wait)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stack.callback(process.stdin.close)
+    process.stdin.write(msgspec.json.encode(setup) + b"\n")
+    process.stdin.flush()
+    assert json.loads(process.stdout.readline())["ready"]
+    keeper = Keeper(node, process)
+    node.held = partial(_held, keeper.socket)
+    return keeper
+
+
+def write_random(
+    directory: Path, shape: Mapping[str, object], chunk_bytes: int = CHUNK_BYTES
+) -> tuple[Path, Manifest]:
+    """Write a model of random bytes."""
+    arch = arch_from_config(dict(shape))
     num_bytes, chunks = layout_of(arch, "bfloat16").num_bytes, []
     directory.mkdir()
     with (directory / WEIGHTS).open("wb") as file:
-        for begin in range(0, num_bytes, CHUNK_BYTES):
-            part = os.urandom(min(CHUNK_BYTES, num_bytes - begin))
+        for begin in range(0, num_bytes, chunk_bytes):
+            part = os.urandom(min(chunk_bytes, num_bytes - begin))
             chunks.append(chunk_of(part, on_all_cores=True))
             file.write(part)
-    manifest = Manifest.of(arch, "bfloat16", "none", tuple(chunks), CHUNK_BYTES, {})
+    manifest = Manifest.of(arch, "bfloat16", "none", tuple(chunks), chunk_bytes, {})
     (directory / MANIFEST).write_text(manifest.to_json())
     return directory, manifest
 
 
-def _warm(sender: Keeper, directory: Path) -> None:
+def warm_up(sender: Keeper, directory: Path) -> None:
     """Bring a model into the sender's host memory."""
     with closing(LeaseClient(sender.socket, is_pinned=False)) as client:
         client.prefetch(client.open(directory)).wait()
@@ -259,6 +281,6 @@ def _warm(sender: Keeper, directory: Path) -> None:
 
 def _held(socket: Path, digest: Digest) -> tuple[HeldChunks, ...]:
     try:
-        return asyncio.run(KeeperClient(socket).held([digest]))
+        return tuple(one for one in asyncio.run(KeeperClient(socket).report()).models if one.model == digest)
     except StoreError:
         return ()

@@ -393,6 +393,7 @@ def worker_setup(task: GraphTask, config: EngineConfig, budget_bytes: int) -> Wo
         engine=config.plain(),
         num_threads=None,
         log_level="warning",
+        stages_path="",
     )
 
 

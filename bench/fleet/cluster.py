@@ -6,11 +6,12 @@ choose what happens: `simulator.py` does by times, tests by moves.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.fleet.worker import SimulatedReplica, SimulatedWorker
-from hearth.core.types import ModelId, NodeId, RequestId, WorkerId
+from hearth.core.types import ModelId, RequestId, WorkerId
 from hearth.policy.fleet.events import (
     Action,
     CancelRun,
@@ -23,7 +24,6 @@ from hearth.policy.fleet.events import (
     ModelFailed,
     ModelReady,
     ModelRemoved,
-    NodeDraining,
     Reject,
     RequestArrived,
     RequestCancelled,
@@ -58,11 +58,9 @@ class SimulatedCluster:
     def __init__(self, brain: Brain, *, takes_turns: bool = False) -> None:
         self._brain, self._takes_turns = brain, takes_turns
         self.workers: dict[WorkerId, SimulatedWorker] = {}
-        self._nodes: dict[WorkerId, NodeId] = {}
-        self._once_drained: set[NodeId] = set()
         self.profiles: dict[ModelId, ModelProfile] = {}
-        #: By model: how many different versions were deployed.
-        self.versions: dict[ModelId, int] = {}
+        #: By model and kind of worker: how many different versions were deployed.
+        self.versions: Counter[tuple[ModelId, str]] = Counter()
         #: Arrived and not ended.
         self.requests: dict[RequestId, SimulatedRequest] = {}
         self.num_arrived = self.num_ended = 0
@@ -83,20 +81,10 @@ class SimulatedCluster:
         return None if known is None else known.replicas.get(model)
 
     def check(self) -> None:
-        """Raise AssertionError if a worker's books are wrong, or a version of a model loads twice at a time.
-
-        A load without requests may be about to give way, and one on a node that was drained may end in vain:
-        neither counts. Walks over everything: for tests.
-        """
-        loading: set[ModelId] = set()
+        """Raise AssertionError if a worker's books are wrong. Walks over everything: for tests."""
         for worker in self.workers.values():
             worker.check()
             for model, replica in worker.replicas.items():
-                is_loading = not replica.is_ready and bool(replica.running)
-                is_loading &= self._nodes[worker.name] not in self._once_drained
-                if is_loading and replica.version == self.versions[model]:
-                    assert model not in loading, f"loaded twice at a time: `{model}`"
-                    loading.add(model)
                 for request_id in replica.running:
                     request = self.requests[request_id]
                     assert (request.worker, request.model) == (worker.name, model), f"{request_id=} {request}"
@@ -109,10 +97,7 @@ class SimulatedCluster:
                 self._deploy(profile)
             case ModelRemoved(_, model):
                 self.profiles.pop(model, None)
-            case NodeDraining(_, node):
-                self._once_drained.add(node)
-            case WorkerJoined(_, name, kind, budget_bytes, shares_workspace, node):
-                self._nodes[name] = node
+            case WorkerJoined(_, name, kind, budget_bytes, shares_workspace):
                 self.workers[name] = SimulatedWorker(
                     name,
                     kind,
@@ -136,8 +121,9 @@ class SimulatedCluster:
                 self._end(request_id)
             case ModelReady(_, name, model, uses) if self.replica(name, model) is not None:
                 self.workers[name].finish_load(model, uses)
-            case ModelFailed(_, name, model) if self.replica(name, model) is not None:
+            case ModelFailed(_, name, model) if (failed := self.replica(name, model)) is not None:
                 self._release(self.workers[name].fail(model))
+                self._cut_off(model, failed)
             case TurnBegan(_, name, model) if self.replica(name, model) is not None:
                 self.workers[name].begin_turn(model, event.now_s)
             case TurnEnded(_, name, model) if self.replica(name, model) is not None:
@@ -148,15 +134,28 @@ class SimulatedCluster:
                 pass
 
     def _deploy(self, profile: ModelProfile) -> None:
-        before = self.profiles.get(profile.model)
-        if before is None or (before.digest, before.footprints) != (profile.digest, profile.footprints):
-            self.versions[profile.model] = self.versions.get(profile.model, 0) + 1
-        self.profiles[profile.model] = profile
+        name, before = profile.model, self.profiles.get(profile.model)
+        for kind in {*profile.footprints, *(kind for model, kind in self.versions if model == name)}:
+            version = profile.digest, profile.footprints.get(kind), profile.stages.get(kind)
+            if (
+                before is None
+                or (before.digest, before.footprints.get(kind), before.stages.get(kind)) != version
+            ):
+                self.versions[name, kind] += 1
+        self.profiles[name] = profile
 
     def _lose(self, name: WorkerId) -> None:
         worker = self.workers.pop(name, None)
-        if worker is not None:
-            self._release([request for replica in worker.replicas.values() for request in replica.running])
+        for model, replica in worker.replicas.items() if worker is not None else ():
+            self._release(list(replica.running))
+            self._cut_off(model, replica)
+
+    def _cut_off(self, model: ModelId, lost: SimulatedReplica) -> None:
+        """Have the requests of a pipeline wait again that has lost a member."""
+        for member in () if lost.pipeline is None else lost.pipeline.members:
+            if (replica := self.replica(member.worker, model)) is not None:
+                self._release(list(replica.running))
+                replica.running.clear()
 
     def _release(self, requests: list[RequestId]) -> None:
         """Have requests wait again; those whose clients are gone are known no longer."""
@@ -172,7 +171,8 @@ class SimulatedCluster:
     def _carry_out(self, action: Action, now_s: float) -> None:
         match action:
             case LoadModel(model, name):
-                self.workers[name].load(action, self.profiles[model], self.versions[model], now_s)
+                worker = self.workers[name]
+                worker.load(action, self.profiles[model], self.versions[model, worker.kind], now_s)
             case Evict(_, name):
                 self.workers[name].evict(action)
             case SetHold(_, name):
@@ -195,7 +195,7 @@ class SimulatedCluster:
         model = order.model
         assert request.model == model, f"not a request for it: {order}"
         assert request.worker is None, f"twice: {order}"
-        assert worker.replicas[model].version == self.versions[model], f"old version: {order}"
+        assert worker.replicas[model].version == self.versions[model, worker.kind], f"old version: {order}"
         assert request.digest == self.profiles[model].digest, f"another model: {order}"
         assert order.waited_s >= 0.0, f"{order.waited_s=}"
         request.worker = order.worker

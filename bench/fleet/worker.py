@@ -10,11 +10,11 @@ steps are not simulated: for that there is `stepped_worker.py`, on the same devi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from hearth.core.types import Hold, ModelId, RequestId, WorkerId
+from hearth.core.types import Hold, ModelId, Pipeline, RequestId, WorkerId
 from hearth.policy.fleet.events import Evict, LoadModel, RungUse, SetHold
-from hearth.policy.fleet.profile import ModelProfile, Promise
+from hearth.policy.fleet.profile import Footprint, ModelProfile, Promise
 from hearth.policy.memory.byte_eviction import TAKEABLE, Tail, effective_hold, plan_takes
 from hearth.policy.memory.device_eviction import KvView, TablesView
 from hearth.policy.memory.reclaim import ReclaimPolicy
@@ -63,6 +63,7 @@ class SimulatedReplica:
     has_had_turn: bool = False  #: or has one
     hold: Hold = Hold.WARM  #: while it has no requests
     running: dict[RequestId, None] = field(default_factory=dict)
+    pipeline: Pipeline | None = None  #: that the worker is a member of; None: it has the whole model
 
     @property
     def current_hold(self) -> Hold:
@@ -126,20 +127,40 @@ class SimulatedWorker:
     def load(self, order: LoadModel, profile: ModelProfile, version: int, now_s: float) -> SimulatedReplica:
         """Host a model, and begin to load what is missing of it."""
         model, footprint = order.model, profile.footprints[self.kind]
+        if order.pipeline is not None:
+            profile, footprint = self._stage_of(order, order.pipeline, profile)
         promise = footprint.promise if self.shares_workspace else footprint.promise.unshared
         assert model not in self.replicas, f"loaded twice on one worker: {order}"
         assert footprint.min_kv_bytes == order.kv_floor_bytes <= order.max_kv_bytes, f"{order} {footprint}"
         assert order.max_kv_bytes <= footprint.max_kv_bytes, f"{order} {footprint}"
         self._costs.hosted(model, profile.weight)
         replica = SimulatedReplica(profile, version, promise, load_number=0, missing_bytes=0)
+        replica.pipeline = order.pipeline
         self.replicas[model] = replica
-        if self.takes_turns:
+        if self.takes_turns and order.pipeline is None:
             replica.is_loading = replica.is_in_turn = False
             return replica
         self.device.place_other(model, promise.own_bytes - profile.num_bytes, promise.workspace_bytes)
         assert self.promised_bytes <= self.device.budget_bytes, f"beyond the budget: {order}"
         self._begin_load(model, replica, now_s)
         return replica
+
+    def _stage_of(
+        self, order: LoadModel, pipeline: Pipeline, profile: ModelProfile
+    ) -> tuple[ModelProfile, Footprint]:
+        """Return the part of a model that this worker has in a pipeline, and its memory."""
+        (member,) = [one for one in pipeline.members if one.worker == self.name]
+        sizes = profile.stages[self.kind]
+        num_layers, is_first = member.end - member.begin, member.begin == 0
+        is_last = member.end == sizes.num_layers
+        footprint = sizes.footprint(
+            num_layers, is_first=is_first, is_last=is_last, num_blocks=pipeline.num_blocks
+        )
+        num_blocks = order.kv_floor_bytes // sizes.block_bytes(num_layers) - 1
+        assert pipeline.num_blocks <= num_blocks, f"{order} {num_blocks=}"
+        assert footprint.promise == order.promise, f"{order} {footprint}"
+        num_bytes = sizes.stored.of(num_layers, is_first=is_first, is_last=is_last)
+        return replace(profile, num_bytes=num_bytes, digest=f"{profile.digest} {member.begin}"), footprint
 
     def begin_turn(self, model: ModelId, now_s: float) -> None:
         """Give a model all that it is promised, and begin to load what is missing of it."""
@@ -265,7 +286,8 @@ class SimulatedWorker:
         for model, weights in self.device.weights.items():
             replica = self.replicas.get(model)
             hold = Hold.RETAINED if replica is None else replica.current_hold
-            if hold in TAKEABLE and model != self._policy.placing:
+            is_stage = replica is not None and replica.pipeline is not None  # keeps all of its memory
+            if hold in TAKEABLE and model != self._policy.placing and not is_stage:
                 tails.append(Tail(model, hold, self._costs.cost_s_per_byte(model, now_s), weights.tail))
         before_bytes = self.device.free_bytes
         for take in plan_takes(tails, order.num_bytes):
