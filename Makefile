@@ -28,7 +28,7 @@ TESTERS ?= 3
 # Types are checked beside the tests; what was said about them is shown after these.
 TYPES := .mypy_cache/said
 BENCHES := engine traffic arrivals shapes eight_bit kernels start lora lora_swap lora_serving load chunks service_gpu \
-           reuse elastic profile turns coldstart
+           reuse elastic profile turns coldstart pipelines_gpu
 CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile cluster pipelines
 # The folder's other entries, beside its own (`python -m bench.load`): a benchmark is named as its result is.
 MODULE_engine_cpu := engine.cpu

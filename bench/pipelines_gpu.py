@@ -1,0 +1,291 @@
+"""How fast is a model in two stages on one GPU, over the whole model on one worker?
+
+python -m bench.pipelines_gpu [--save] [--place DIR]
+
+A service with one worker that holds a random Llama-2-7B, and one with two workers that hold it together, both
+on one GPU. Two processes compute on one GPU at the same time only under MPS, so stages run with it, and again
+without. The bound of 64 requests is the time to read the weights once for each step in flight, and their KV.
+`hop`: from hidden states on the device of one process to the same on that of the next. Then a member is
+killed in a stream (without MPS, whose clients may end with it), and a model of 80 layers starts in two.
+The models need 22 GB in /dev/shm, the host tier takes as much again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from mmap import mmap
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from bench.llama7b import ARCH, CONFIG
+from bench.load.raw_readers import to_device_bytes_per_s
+from bench.random_model import write_random
+from bench.report import Row, arguments, emit, step, tell
+from bench.service.client import Answer, Connection, ask, completion
+from bench.service.process import Service, deploy, serving
+from bench.service.streams import Prompts, good, stream_all
+from hearth.core.types import ModelId, RequestId
+from hearth.engine.pending_step import PendingCopy, StepResult
+from hearth.engine.stage_messages import StageResult, StageStep
+from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
+from hearth.worker.stage_link import HiddenPlaces, StageInlet, StageLinks, StageOutlet, send_result
+
+CUDA = torch.device("cuda")
+GIB = 1 << 30
+SEVEN, DEEP = ModelId("seven"), ModelId("deep")
+#: 80 layers, 8 GB in bfloat16.
+DEEP_CONFIG = {
+    **CONFIG,
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+#: By service: workers, and the memory of each. Two of the smaller ones hold the 7B (13.5 GB), one does not.
+WHOLE, STAGES, DEEP_STAGES = (1, 40 * GIB), (2, 12 * GIB), (2, 7 * GIB)
+NUM_FLIGHTS = 2
+PROMPT_TOKENS, NEW_TOKENS = 64, 64
+NUM_STREAMS, ROUNDS = 64, 3
+KILL_TOKENS, BREAKS_AT = 200, 40
+HOP_TOKENS, HOPS = (1, 64, 1024), 300
+AIM_TOKEN_MS, AIMS_HOP_US = 0.4, {64: "60", 1024: "160"}
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--place", type=Path, default=Path("/dev/shm"), help="where the models are made")
+    parser.add_argument(
+        "--hops", action="store_true", help="measure hops alone (used by the benchmark itself)"
+    )
+    parser.add_argument("--inlet", help="the other end of hops (used by the benchmark itself)")
+    options = parser.parse_args()
+    if options.inlet is not None:
+        _answer_hops(*map(int, options.inlet.split(",")))
+        return
+    if options.hops:
+        print(json.dumps({num_tokens: _hops_us(num_tokens) for num_tokens in HOP_TOKENS}))
+        return
+    place = Path(tempfile.mkdtemp(prefix="hearth-bench-", dir=options.place))
+    try:
+        rows, rounds = _measure(place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    emit("pipelines_gpu", {"rows": [asdict(row) for row in rows], "rounds": rounds}, save=options.save)
+
+
+def _measure(place: Path) -> tuple[list[Row], dict[str, object]]:
+    data_dir, rounds = place / "data", dict[str, object]()
+    for seed, (model, config) in enumerate({SEVEN: CONFIG, DEEP: DEEP_CONFIG}.items()):
+        with step(f"writing {model}"):
+            deploy(data_dir, write_random(place / model, config, "bfloat16", seed, CUDA), model)
+    read_bytes_per_s, copied_bytes_per_s = _read_bytes_per_s(), to_device_bytes_per_s(4 * GIB, CUDA)
+    torch.cuda.empty_cache()
+    rows = list[Row]()
+    with _service(data_dir, WHOLE, {}) as service:
+        whole = _speeds(service)
+    with _mps() as environment:
+        with _service(data_dir, STAGES, environment) as service:
+            staged = _speeds(service)
+        hops = _run_hops(environment)
+    with _service(data_dir, STAGES, {}) as service:
+        unshared = _speeds(service)
+        lost_s = [asyncio.run(_lose(service, number)) for number in range(2)]
+    with _service(data_dir, DEEP_STAGES, {}) as service:
+        deep_s = [_start(service, DEEP) for _ in range(ROUNDS)]
+    for name, speeds in (("", staged), (", without MPS", unshared)):
+        one, alone = speeds["token_ms"], whole["token_ms"]
+        what = f"1 request{name}: two stages, more per token than one worker"
+        rows.append(Row(what, "ms", one - alone, None, f"{AIM_TOKEN_MS:g}"))
+        what = f"{NUM_STREAMS} requests{name}: two stages, the bound of {NUM_FLIGHTS} steps in flight"
+        rows.append(Row(what, "tokens/s", speeds["tokens_per_s"], _bound(place / SEVEN, read_bytes_per_s)))
+        what = f"{NUM_STREAMS} requests{name}: two stages over one worker"
+        rows.append(Row(what, "times", speeds["tokens_per_s"] / whole["tokens_per_s"]))
+    for num_tokens, times_us in hops.items():
+        what = f"hop of {num_tokens} x 8 KiB, same GPU under MPS"
+        rows.append(Row(what, "us", median(times_us), None, AIMS_HOP_US.get(num_tokens)))
+    what = "a member is killed: to the next token"
+    rows.append(Row(what, "s", median(lost_s), unshared["start_s"] + 1.0, "its load time + 1 s"))
+    deep_bytes = (place / DEEP / "weights.bin").stat().st_size
+    what = "80 layers in 2 stages: start to first token, the bound the copy over one bus"
+    rows.append(Row(what, "s", median(deep_s[1:]), deep_bytes / copied_bytes_per_s))
+    rounds |= {"whole": whole, "staged": staged, "without_mps": unshared, "lost_s": lost_s, "deep_s": deep_s}
+    rounds |= {"hops_us": hops, "device_bytes_per_s": read_bytes_per_s}
+    return rows, rounds
+
+
+def _bound(directory: Path, bytes_per_s: float) -> float:
+    weights_bytes = (directory / "weights.bin").stat().st_size
+    kv_bytes = NUM_STREAMS * (PROMPT_TOKENS + NEW_TOKENS // 2) * 2 * ARCH.num_layers * ARCH.hidden_size * 2
+    return NUM_STREAMS / ((NUM_FLIGHTS * weights_bytes + kv_bytes) / bytes_per_s)
+
+
+def _read_bytes_per_s() -> float:
+    """Return how fast the device's memory copies, bytes read and written."""
+    source = torch.empty(4 * GIB, dtype=torch.uint8, device=CUDA)
+    target = torch.empty_like(source)
+    times_ms = list[float]()
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times_ms.append(begin.elapsed_time(end))
+    return 2 * source.nbytes / (median(times_ms) / 1e3)
+
+
+@contextmanager
+def _mps() -> Iterator[dict[str, str]]:
+    """Run MPS; yield the variables of its clients."""
+    with tempfile.TemporaryDirectory(prefix="hearth-mps-") as folder:
+        client = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        environment = {**os.environ, **client}
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True)
+        try:
+            yield client
+        finally:
+            command = ["nvidia-cuda-mps-control"]
+            subprocess.run(command, env=environment, input=b"quit\n", check=False)
+
+
+@contextmanager
+def _service(data_dir: Path, workers: tuple[int, int], environment: Mapping[str, str]) -> Iterator[Service]:
+    num_workers, worker_bytes = workers
+    flags = ["--device", "cuda", "--workers", str(num_workers), "--memory", str(worker_bytes)]
+    flags += ["--host-memory", str(24 * GIB)]
+    with serving(data_dir, flags, num_workers=num_workers, environment=environment) as service:
+        yield service
+
+
+def _start(service: Service, model: ModelId) -> float:
+    """Return how long the first token takes of a model that is not on the device."""
+    service.wait_idle()
+    service.client.unload(model, free=True)
+    answer = good(asyncio.run(ask(service.port, completion(model, [5] * PROMPT_TOKENS, 1))))
+    tell(f"{model}: first token after {answer.first_s:.3f} s")
+    return answer.first_s
+
+
+def _speeds(service: Service) -> dict[str, float]:
+    """Start the model from host memory, ask one request, then many, each once to warm up."""
+    starts_s = [_start(service, SEVEN) for _ in range(2)]
+    prompts = Prompts(ARCH.vocab_size, PROMPT_TOKENS)
+    one = [_token_ms(service, prompts.take(1)[0]) for _ in range(ROUNDS + 1)][1:]
+    runs = [stream_all(service, SEVEN, prompts.take(NUM_STREAMS), NEW_TOKENS) for _ in range(ROUNDS + 1)][1:]
+    found = {
+        "start_s": starts_s[-1],
+        "token_ms": median(one),
+        "tokens_per_s": median(run.tokens_per_s for run in runs),
+    }
+    tell(f"{found}")
+    return found
+
+
+def _token_ms(service: Service, prompt: list[int]) -> float:
+    answer = good(asyncio.run(ask(service.port, completion(SEVEN, prompt, 2 * NEW_TOKENS))))
+    return 1e3 * (answer.events[-1].at_s - answer.events[0].at_s) / (2 * NEW_TOKENS - 1)
+
+
+async def _lose(service: Service, round_: int) -> float:
+    """Kill the first or the last member in a stream; return the seconds to its next token."""
+    prompt = Prompts(ARCH.vocab_size, PROMPT_TOKENS).take(1)[0]
+    undisturbed = good(await ask(service.port, completion(SEVEN, prompt, KILL_TOKENS)))
+    connection = await Connection.open(service.port)
+    asked = asyncio.create_task(connection.ask(completion(SEVEN, prompt, KILL_TOKENS)))
+    while connection.num_reads < BREAKS_AT:
+        await asyncio.sleep(0.002)
+    seat, pids = f"w{round_ % 2}", service.pids()
+    pid = next(pid for worker, pid in pids.items() if worker.partition(".")[0] == seat)
+    lost_s = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    answer: Answer = good(await asked)
+    connection.close()
+    _, next_s = max((after.at_s - before.at_s, after.at_s) for before, after in pairwise(answer.events))
+    tell(f"lost {seat}: {next_s - lost_s:.3f} s, the same text: {answer.text == undisturbed.text}")
+    service.wait_ready(2)
+    return next_s - lost_s
+
+
+# Hops.
+
+
+def _run_hops(environment: Mapping[str, str]) -> dict[int, list[float]]:
+    command = [sys.executable, "-m", "bench.pipelines_gpu", "--hops"]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return {int(num_tokens): times_us for num_tokens, times_us in json.loads(done.stdout).items()}
+
+
+def _like() -> torch.Tensor:
+    return torch.empty(1, ARCH.hidden_size, dtype=torch.bfloat16)
+
+
+def _places(fd: int, num_tokens: int) -> HiddenPlaces:
+    """Map memory that both processes have, and pin it."""
+    memory = torch.frombuffer(mmap(fd, 0), dtype=torch.uint8)
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+    assert int(error) == 0, f"{error=}"
+    return HiddenPlaces.over(memory, NUM_FLIGHTS, _like(), is_shared=True)
+
+
+def _hops_us(num_tokens: int) -> list[float]:
+    hidden = torch.randn(num_tokens, ARCH.hidden_size, device=CUDA).to(torch.bfloat16)
+    fd, (out, into), (results, back) = os.memfd_create("hidden"), socket.socketpair(), socket.socketpair()
+    os.ftruncate(fd, HiddenPlaces.num_bytes(NUM_FLIGHTS, num_tokens, _like()))
+    passed = (fd, into.fileno(), back.fileno())
+    numbers = ",".join(map(str, (*passed, num_tokens)))
+    command = [sys.executable, "-m", "bench.pipelines_gpu", "--inlet", numbers]
+    with subprocess.Popen(command, pass_fds=passed) as process:
+        into.close()
+        back.close()
+        decode = DecodeRows([RequestId("r")] * num_tokens, range(num_tokens), [0] * num_tokens)
+        outlet = StageOutlet(out, _places(fd, num_tokens), "bench")
+        links = StageLinks("bench", 1, 1, outlet, results)
+        hops_us = list[float]()
+        for number in range(HOPS):
+            plan = StepPlan(number, (), TableWrites(), decode, ())
+            torch.cuda.synchronize()
+            began_ns = time.perf_counter_ns()
+            links.send(StageStep("bench", 1, plan), PendingCopy(hidden, links.place(num_tokens)))
+            found = links.result(waits=True)
+            assert found is not None, "it was waited for"
+            hops_us.append((found.result.tokens[0] - began_ns) / 1e3)
+        links.close()
+        process.wait()
+    return hops_us[HOPS // 10 :]
+
+
+def _answer_hops(fd: int, inlet_fd: int, results_fd: int, num_tokens: int) -> None:
+    """Answer each step with the time at which its hidden states were on this device."""
+    arrived = torch.empty(num_tokens, ARCH.hidden_size, dtype=torch.bfloat16, device=CUDA)
+    inlet = StageInlet(socket.socket(fileno=inlet_fd), _places(fd, num_tokens), "bench", 1)
+    results = socket.socket(fileno=results_fd)
+    while (got := inlet.receive()) is not None:
+        message, hidden = got
+        assert isinstance(message, StageStep), f"{message}"
+        assert hidden is not None, f"{message}"
+        arrived.copy_(hidden, non_blocking=True)
+        torch.cuda.synchronize()
+        result = StepResult([time.perf_counter_ns()], None, [])
+        send_result(results, StageResult("bench", 1, message.plan.step_id, result))
+
+
+if __name__ == "__main__":
+    main()
