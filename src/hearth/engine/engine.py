@@ -256,8 +256,9 @@ class Engine:
     def step(self) -> StepOutcome:
         """Launch the next step, then wait for the oldest one and commit its tokens, if that is another.
 
-        Launches nothing if there is work but an elastic KV has fewer blocks than it was promised. Does not
-        wait for other devices: if they compute all steps that there can be, nothing happens.
+        If every sequence sits out until that commit, the next step is launched behind it. Launches nothing if
+        there is work but an elastic KV has fewer blocks than it was promised. Does not wait for other
+        devices: if they compute all steps that there can be, nothing happens.
         """
         self._measure()
         flights = self._flights
@@ -268,10 +269,18 @@ class Engine:
         assert (
             launched or previous or flights or not self.has_work or blocks.num_blocks < blocks.floor_blocks
         ), f"there is work, but nothing to compute and to wait for: {self.usage}"
-        outcome = self._take_in(previous, launched)
+        outputs, failures = self._take_in(previous)
+        if launched is None and previous is not None and self.has_work:
+            launched = self._launch_next()
         if launched is None or not self.has_work:
             self.runner.settle()  # no step may follow, and a trial uses the model's memory
-        return outcome
+        return StepOutcome(
+            outputs,
+            () if launched is None else launched.plan.admissions,
+            self.batcher.take_preempted(),
+            has_run=launched is not None or previous is not None,
+            failures=failures,
+        )
 
     def _launch_next(self) -> _LaunchedStep | None:
         num_waiting_tokens = self.batcher.waiting_prompt_tokens()
@@ -292,10 +301,11 @@ class Engine:
         """
         self._measure()
         previous = self._flights.popleft() if self._flights else None
-        outcome = self._take_in(previous, launched=None)
+        outputs, failures = self._take_in(previous)
         self.settle()
         self.runner.settle()
-        return outcome
+        preempted = self.batcher.take_preempted()
+        return StepOutcome(outputs, (), preempted, has_run=previous is not None, failures=failures)
 
     @contextmanager
     def marked(self, request_ids: Sequence[RequestId]) -> Iterator[None]:
@@ -314,7 +324,7 @@ class Engine:
         """Finish the books of KV: the caller's duty after each step if `settles_later`."""
         self.batcher.settle()
 
-    def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
+    def _take_in(self, previous: _LaunchedStep | None) -> tuple[StepOutputs, Sequence[RequestFailed]]:
         outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
             result = previous.pending.wait()
@@ -327,13 +337,7 @@ class Engine:
             outputs = self._outputs(previous.plan, committed, result)
         if not self.settles_later:
             self.batcher.settle()
-        return StepOutcome(
-            outputs,
-            launched.plan.admissions if launched is not None else (),
-            self.batcher.take_preempted(),
-            has_run=launched is not None or previous is not None,
-            failures=committed.failures,
-        )
+        return outputs, committed.failures
 
     def _measure(self) -> None:
         """Record the time of the last committed step, after its tokens are sent: the driver may be slow."""
