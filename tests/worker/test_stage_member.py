@@ -18,19 +18,22 @@ import pytest
 import torch
 
 from bench.host_pages import HostPages
+from hearth.core.beacon import Beacon
 from hearth.core.config import EngineConfig
-from hearth.core.messages import HostingFailed, HostModel, ModelLoaded, StepDone
+from hearth.core.messages import HostingFailed, HostModel, ModelLoaded, Ping, Pong, StepDone
 from hearth.core.types import Member, NodeId, Pipeline, SamplingParams, WorkerId, node_of
+from hearth.engine.runner import Runner
 from hearth.engine.stage_messages import StageMoves
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.format.manifest import read_manifest
+from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.stage_connections import StageConnections, StageHello
 from hearth.worker.stage_link import HiddenPlaces, StageOutlet
 from tests.engine.harness import prompts_for
-from tests.store.stored import converted, tiers_at
+from tests.store.stored import PATIENCE_S, converted, tiers_at
 from tests.store.transfer.test_leases import eventually
 from tests.worker.harness import greedy, host_order, limits_of
 from tests.worker.in_process import LoopGateway, working_in_process
@@ -62,9 +65,11 @@ class Workers:
         names: Sequence[WorkerId],
         gateways: Sequence[LoopGateway],
         connections: dict[WorkerId, socket.socket],
+        beacons: Sequence[Beacon],
     ) -> None:
         """`connections`: the last one to each worker, at the end that opened it."""
         self._names, self.gateways, self.connections = names, gateways, connections
+        self.beacons = beacons
 
     def host(self, name: str, cuts: Sequence[int]) -> Pipeline:
         """Host a model in stages that begin at 0 and `cuts`, the last one first."""
@@ -135,17 +140,26 @@ def workers(
     for number in range(num_workers):
         worker = WorkerId(f"{nodes[number]}/w{number}" if nodes and nodes[number] else f"w{number}")
         reached[worker] = StageConnections(worker, partial(connect, worker))
+    beacons = [Beacon() for _ in reached]
     with ExitStack() as stack:
         tiers = stack.enter_context(tiers_at(root))
         yield Workers(
             list(reached),
             [
                 stack.enter_context(
-                    working_in_process(tiers, new_pool, config=CONFIG, turns=turns, connections=one)
+                    working_in_process(
+                        tiers,
+                        new_pool,
+                        config=CONFIG,
+                        turns=turns,
+                        connections=one,
+                        marks=WorkerMarks(beacon),
+                    )
                 )
-                for one in reached.values()
+                for one, beacon in zip(reached.values(), beacons, strict=True)
             ],
             connections,
+            beacons,
         )
 
 
@@ -246,6 +260,45 @@ def hidden_memories() -> set[int]:
             if "hearth-hidden" in os.readlink(f"/proc/self/fd/{name}"):
                 found.add(os.stat(f"/proc/self/fd/{name}").st_ino)
     return found
+
+
+class StuckEnd:
+    """The end of a step on a device that hangs until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def query(self) -> bool:
+        return self.released.is_set()
+
+    def synchronize(self) -> None:
+        assert self.released.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_a_later_member_whose_device_hangs_answers_no_more_and_the_first_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """Its supervisor sees in whose step, also while no other step comes to wait behind it."""
+    end = StuckEnd()
+    with workers(tmp_path) as both:
+        both.host(NAME, [1])
+        both.loaded(0), both.loaded(1)
+        first, last = both.gateways
+        monkeypatch.setattr(Runner, "last_end", property(lambda runner: end))
+        run = first.start(NAME, PROMPTS[0], greedy(num_tokens))
+        assert eventually(lambda: both.beacons[1].read().runs == (run,), within_s=PATIENCE_S)
+        assert both.beacons[1].read().model == NAME
+        last.inbox.put(Ping(1))
+        first.until(StepDone)
+        first.ping()
+        assert both.beacons[0].read().model is None
+        assert not [fact for fact in tuple(last.facts.queue) if isinstance(fact, Pong)]
+        end.released.set()
+        last.until(Pong)
+        first.until_ended(run)
+        last.ping()
+        assert both.beacons[1].read().model is None
 
 
 def test_members_that_come_and_go_at_random_say_what_one_worker_says(tmp_path: Path) -> None:

@@ -163,6 +163,8 @@ class Engine:
         self.settles_later = False
         self.samples = StepSamples()  #: of measured steps
         self._marks: StepMarks = NoMarks() if marks is None else marks
+        #: Of steps that are not marked as done, oldest first: recorded behind their parts on this device.
+        self._ends: deque[torch.cuda.Event] = deque()
         self.tables = runner.sampler.tables
         self.reading = ReadingPieces()
         #: Live requests with a table, reading or adapter: most have none.
@@ -309,16 +311,27 @@ class Engine:
 
     @contextmanager
     def marked(self, request_ids: Sequence[RequestId]) -> Iterator[None]:
-        """Mark a step that comes from another stage. Only on a CPU: elsewhere its end is not known here."""
-        if self.runner.layers.kv.is_cuda:
-            yield
-            return
+        """Mark a step that comes from another stage."""
+        self.note_done()
         self._marks.begun(request_ids)
         try:
             yield
         finally:
             self._marks.launched()
-        self._marks.done()
+        self._launched(self.runner.last_end)
+
+    def note_done(self, *, waits: bool = False) -> None:
+        """Mark steps as done that this device has completed; `waits`: it has to complete all of them."""
+        while self._ends and (waits or self._ends[0].query()):  # type: ignore[no-untyped-call] # untyped
+            self._ends[0].synchronize()
+            self._ends.popleft()
+            self._marks.done()
+
+    def _launched(self, end: torch.cuda.Event | None) -> None:
+        if end is None:
+            self._marks.done()
+        else:
+            self._ends.append(end)
 
     def settle(self) -> None:
         """Finish the books of KV: the caller's duty after each step if `settles_later`."""
@@ -331,8 +344,7 @@ class Engine:
             self._unmeasured = previous
             if previous.pending.is_computed:
                 self._measure()
-            elif previous.pending.end is not None:
-                self._marks.done()
+            self.note_done()
             committed = self.batcher.take_tokens(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(previous.plan, committed, result)
         if not self.settles_later:
@@ -350,6 +362,7 @@ class Engine:
     def close(self) -> None:
         """Wait for the device, so that memory can be freed. No other call may follow."""
         self._flights.clear()
+        self._ends.clear()
         self._unmeasured = None
         self.runner.close()  # also for a step that failed half-way: its inputs are still being read
         self._marks.closed()
@@ -365,8 +378,7 @@ class Engine:
             pending = self.runner.launch(plan)
         finally:
             self._marks.launched()
-        if pending.end is None:  # else the device is still computing its part
-            self._marks.done()
+        self._launched(pending.end)
         if timer is not None:
             timer.stop(pending.end)
         return _LaunchedStep(plan, pending, timer)

@@ -42,6 +42,11 @@ class Runner:
         #: Where sampled tokens arrive. Two, since a step is launched before the previous one is waited for.
         self._hosts = [host_like(sampler.chosen) for _ in range(2)]
 
+    @property
+    def last_end(self) -> torch.cuda.Event | None:
+        """Recorded behind the last step; None: there was none, or it ended when it was launched."""
+        return self._step_ends[1]
+
     def is_warm(self, plan: StepPlan) -> bool:
         """True if the time of this step is typical: no wait for weights, no capture, no trial."""
         layers = self.layers

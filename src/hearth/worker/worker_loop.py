@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
@@ -248,6 +249,7 @@ class WorkerLoop:
             case CancelRequest(run):
                 self._runs.cancel(run)
             case Ping(number):
+                self._wait_for_stages()
                 self._send(self._reports.pong(number))
             case CheckedRequest():
                 self._runs.take_checked(message)
@@ -347,6 +349,12 @@ class WorkerLoop:
                 self._fail(*blame(hosted.model, error))
             else:
                 return
+
+    def _wait_for_stages(self) -> None:
+        """Wait for steps of pipelines on this device. No step may follow that waits for one that hangs."""
+        for model, hosted in list(self._hosted.items()):
+            if hosted.member is not None and (served := hosted.served) is not None:
+                self._try(model, partial(served.engine.note_done, waits=True))
 
     def _load_deferred(self) -> None:
         for hosted in self._hosted_of(self._models.reclaimer.policy.deferred()):
