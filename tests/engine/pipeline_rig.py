@@ -38,7 +38,8 @@ class LocalStages:
     pipeline, epoch = "p0", 1
 
     def __init__(self, runners: Sequence[Runner], num_flights: int) -> None:
-        self.num_flights, self.runners = num_flights, runners
+        self.num_flights = self.max_flights = num_flights
+        self.runners = runners
         self._places = [_Place(runner) for runner in runners]
         following: list[_Place | None] = [*self._places[1:], None]
         self._stages = [
@@ -61,7 +62,7 @@ class LocalStages:
             pending = stage.take(decoded, received)
             if pending is not None:
                 assert isinstance(decoded, StageStep)
-                self._results.append(_encoded(decoded, pending))
+                self._results.append(_encoded(stage.timed(decoded), pending))
                 self.most_in_flight = max(self.most_in_flight, len(self._results))
 
     def result(self, *, waits: bool) -> StageResult | None:
@@ -92,7 +93,9 @@ class _Place:
 
 
 def _encoded(step: StageStep, pending: StepInFlight) -> bytes:
-    return encode_result(StageResult(step.pipeline, step.epoch, step.plan.step_id, pending.wait()))
+    return encode_result(
+        StageResult(step.pipeline, step.epoch, step.plan.step_id, pending.wait(), step.stage_s)
+    )
 
 
 def stages_of(num_layers: int, cuts: Sequence[int]) -> list[Stage]:

@@ -52,3 +52,22 @@ def test_four_uneven_stages_say_what_the_whole_model_says(name: str) -> None:
         later = pipeline.runner._later
         assert isinstance(later, LocalStages)
         assert later.most_in_flight == num_flights
+
+
+def test_a_pipeline_has_one_more_step_in_flight_once_hops_are_seen_to_take_long() -> None:
+    pipeline = with_blocks("llama-gqa", [1], 2, MANY)
+    runner = pipeline.runner
+    assert isinstance(runner, PipelineRunner)
+    later = runner._later
+    assert isinstance(later, LocalStages)
+    later.max_flights = 3
+    assert runner.stage_times is None
+    ask(pipeline, PROMPTS[:1], greedy())
+    times = runner.stage_times
+    assert times is not None, "steps of one request are alone"
+    assert len(times.stage_s) == 2
+    runner._hops_s.clear()
+    runner._hops_s.append(3600.0)
+    prompts = prompts_for(160, (7, 1, 13, 8, 2, 30))
+    assert ask(pipeline, prompts, greedy()) == ask(engine_for("llama-gqa", MANY), prompts, greedy())
+    assert later.most_in_flight == runner.num_flights == 3

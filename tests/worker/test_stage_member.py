@@ -262,6 +262,18 @@ def hidden_memories() -> set[int]:
     return found
 
 
+def test_the_first_member_tells_how_long_steps_take_in_each_stage(tmp_path: Path) -> None:
+    with workers(tmp_path, num_workers=3) as three:
+        three.host(NAME, [1, 2])
+        three.ask(NAME, PROMPTS[:1], greedy(20))
+        told = [use.pipeline for gateway in three.gateways for use in gateway.ping().models]
+    assert told[1:] == [None, None]
+    assert told[0] is not None
+    assert told[0].num_flights in (3, 4)
+    assert len(told[0].stage_s) == 3
+    assert min(*told[0].stage_s, told[0].hops_s) > 0.0
+
+
 class StuckEnd:
     """The end of a step on a device that hangs until it is released."""
 

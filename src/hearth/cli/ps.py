@@ -177,6 +177,12 @@ def _print_processes(view: ProcessView) -> None:
             begin, end = model.layers
             how = "" if model.transport is None else f", its input by {model.transport}"
             typer.echo(f"\n{model.model} is in stages: {model.worker} has layers {begin} to {end - 1}{how}")
+        if model.stage_s:
+            stages = " + ".join(precise(seconds) for seconds in model.stage_s)
+            typer.echo(
+                f"  a decode step takes {stages} in its stages and {precise(model.hops_s)} between them, "
+                f"{model.num_flights} are in flight"
+            )
     for model in view.models:
         if model.is_pin_refused:
             typer.echo(f"\n{model.model} cannot be pinned: other models would have no memory for their turns")

@@ -430,6 +430,14 @@ class DeviceResidency(Struct, frozen=True, tag=True):
     bytes_by_model: dict[ModelId, int]
 
 
+class PipelineUse(Struct, frozen=True):
+    """How fast a pipeline decodes, as its first member has measured it."""
+
+    num_flights: int  #: steps under way at the same time
+    stage_s: tuple[float, ...] = ()  #: that a usual step takes in each stage; empty: not known
+    hops_s: float = 0.0  #: that it takes besides, on its way from stage to stage and back
+
+
 class ModelUse(Struct, frozen=True):
     """A model's share of its worker's pool, and its use."""
 
@@ -452,6 +460,7 @@ class ModelUse(Struct, frozen=True):
     due_s: float | None = None  #: from now, when its next token is due; negative: overdue; None: no requests
     num_captured_graphs: int = 0  #: parts of steps that were captured since its engine is there
     num_restored_graphs: int = 0  #: and those of a snapshot that were tried, and serve
+    pipeline: PipelineUse | None = None  #: None: the worker is not the first of one
 
 
 class AdapterUsage(Struct, frozen=True):

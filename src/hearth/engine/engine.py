@@ -264,6 +264,7 @@ class Engine:
         """
         self._measure()
         flights = self._flights
+        self.batcher.num_flights = self.runner.num_flights
         launched = self._launch_next() if len(flights) < self.batcher.max_in_flight else None
         is_full = launched is None or len(flights) == self.batcher.max_in_flight
         previous = flights.popleft() if flights and is_full and flights[0].pending.may_wait else None

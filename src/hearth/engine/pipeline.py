@@ -11,12 +11,15 @@ in flight sits out (`Batcher`), so the first stage knows the token of every row 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from statistics import median_low
 from typing import Protocol
 
+import msgspec
 import torch
 
 from hearth.core.errors import DeviceError, StageLost
@@ -34,8 +37,10 @@ from hearth.engine.stage_messages import (
     StageWork,
     without_tokens,
 )
+from hearth.engine.step_times import NUM_KEPT, StageClock
 from hearth.engine.upload import Uploads
 from hearth.policy.batch.blocks import BlockMove
+from hearth.policy.batch.flights import StageTimes, choose_flights
 from hearth.policy.batch.plan import StepPlan, TableWrites
 
 
@@ -54,7 +59,8 @@ class LaterStages(NextStage, Protocol):
 
     pipeline: str
     epoch: int
-    num_flights: int  #: steps that are on their way at the same time
+    num_flights: int  #: steps that are at least on their way at the same time: one for each stage
+    max_flights: int  #: and at most
 
     def result(self, *, waits: bool) -> StageResult | None:
         """Return the next result; None: it has not come. Raises StageLost if it cannot come any more."""
@@ -74,12 +80,30 @@ class PipelineRunner(Runner):
         super().__init__(layers, sampler, uploads, tables)
         self._later = later
         self._steps: deque[PipelineStep] = deque()  #: whose results have not come, oldest first
+        self._clock = StageClock(layers.kv.device)
+        self._later_s: tuple[float, ...] = ()  #: of the later stages, as their clocks tell
+        self._hops_s: deque[float] = deque(maxlen=NUM_KEPT)  #: of the last decode steps that were alone
+
+    @property
+    def stage_times(self) -> StageTimes | None:
+        stage_s = (self._clock.seconds, *self._later_s)
+        if not self._hops_s or not all(stage_s):
+            return None
+        return StageTimes(stage_s, median_low(self._hops_s))
+
+    @property
+    def num_flights(self) -> int:
+        return choose_flights(self.stage_times, self._later.num_flights, self._later.max_flights)
 
     def launch(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> PipelineStep:
-        later = self._later
+        later, began_s = self._later, time.perf_counter()
+        stop = self._clock.start(plan, is_warm=self.is_warm(plan))
         copy = self.launch_stage(plan, hidden, later.place(plan.num_tokens))
+        stop(copy.end)
         later.send(StageStep(later.pipeline, later.epoch, without_tokens(plan)), copy)
-        step = PipelineStep(self, plan, copy)
+        step = PipelineStep(self, plan, copy, began_s)
+        if self._steps:
+            self._steps[-1].is_alone = step.is_alone = False
         self._steps.append(step)
         return step
 
@@ -110,7 +134,15 @@ class PipelineRunner(Runner):
         slots = [*plan.decode.slots, *(row.slot for row in plan.prompts if row.samples)]
         self.set_last_tokens(slots, tokens)
         step.result = found.result
+        self._note_times(step, found.stage_s)
         return True
+
+    def _note_times(self, step: PipelineStep, later_s: tuple[float, ...]) -> None:
+        """Learn from a decode step that no other one held up: what no stage computed was on its way."""
+        self._later_s = later_s
+        stage_s = (self._clock.seconds, *later_s)
+        if step.is_alone and not step.plan.prompts and all(stage_s):
+            self._hops_s.append(max(0.0, time.perf_counter() - step.began_s - sum(stage_s)))
 
     def close(self) -> None:
         super().close()
@@ -120,9 +152,10 @@ class PipelineRunner(Runner):
 class PipelineStep:
     """A step on its way through the stages."""
 
-    def __init__(self, runner: PipelineRunner, plan: StepPlan, copy: PendingCopy) -> None:
-        self._runner, self.plan = runner, plan
+    def __init__(self, runner: PipelineRunner, plan: StepPlan, copy: PendingCopy, began_s: float) -> None:
+        self._runner, self.plan, self.began_s = runner, plan, began_s
         self.end = copy.end  #: of the first stage
+        self.is_alone = True  #: no other step was in flight since it began
         self.result: StepResult | None = None
 
     @property
@@ -180,6 +213,16 @@ class LaterStage:
     def __init__(self, runner: Runner, following: NextStage | None, blocks: BlockMap) -> None:
         """`following`: None for the last stage."""
         self._runner, self._following, self._blocks = runner, following, blocks
+        self._clock = StageClock(runner.layers.kv.device)
+
+    @property
+    def seconds(self) -> float:
+        """How long it computes for a usual decode step; 0: not known."""
+        return self._clock.seconds
+
+    def timed(self, message: StageStep) -> StageStep:
+        """Return a step with the time of this stage."""
+        return msgspec.structs.replace(message, stage_s=(*message.stage_s, self.seconds))
 
     def take(self, message: StageWork, hidden: torch.Tensor | None) -> StepInFlight | None:
         """Run a message behind all before it; the last stage returns its step, others pass it on.
@@ -198,8 +241,12 @@ class LaterStage:
             return None
         assert hidden is not None, f"a step without hidden states: {message.plan.step_id=}"
         plan = self._blocks.plan(message.plan)
+        stop = self._clock.start(plan, is_warm=runner.is_warm(plan))
         if following is None:
-            return runner.launch(plan, hidden)
+            step = runner.launch(plan, hidden)
+            stop(step.end)
+            return step
         copy = runner.launch_stage(plan, hidden, following.place(plan.num_tokens))
-        following.send(message, copy)
+        stop(copy.end)
+        following.send(self.timed(message), copy)
         return None

@@ -20,6 +20,7 @@ from hearth.engine.upload import Uploads
 from hearth.models.adapter import AdapterLayout
 from hearth.models.weights import Weights
 from hearth.policy.batch.blocks import BlockMove
+from hearth.policy.batch.flights import StageTimes
 from hearth.policy.batch.plan import StepPlan
 
 #: Blocks are moved in pieces of at most this many bytes, or one by one: the copy needs temporary memory.
@@ -28,6 +29,16 @@ _COPY_BYTES = 16 << 20
 
 class Runner:
     """Runs the steps of a model: inputs, layers, prompt readings, sampling. Mutable; one thread calls it."""
+
+    @property
+    def num_flights(self) -> int | None:
+        """Steps that the stages of a pipeline may compute at the same time; None: all stages are here."""
+        return None
+
+    @property
+    def stage_times(self) -> StageTimes | None:
+        """Times of a pipeline's steps; None: not measured, or all stages are here."""
+        return None
 
     def __init__(self, layers: LayerRunner, sampler: Sampler, uploads: Uploads, tables: EngineTables) -> None:
         self.layers, self.sampler = layers, sampler

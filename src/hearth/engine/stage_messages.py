@@ -23,6 +23,8 @@ class StageStep(msgspec.Struct, frozen=True, tag=True):
     pipeline: str
     epoch: int
     plan: StepPlan
+    #: How long stages between the first and this one compute for usual decode steps.
+    stage_s: tuple[float, ...] = ()
 
 
 class StageMoves(msgspec.Struct, frozen=True, tag=True):
@@ -84,6 +86,7 @@ class StageResult(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     number: int  #: of the step
     result: StepResult
+    stage_s: tuple[float, ...] = ()  #: as in `StageStep`, up to the last one
 
 
 #: What a runner carries out, in order.

@@ -1,9 +1,10 @@
-"""How long steps take on the device: a timer of one step, and samples of each kind of step."""
+"""How long steps take on the device: a timer of one step, samples by kind, and the clock of a stage."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -80,3 +81,37 @@ class StepSamples:
 def _median(steps: deque[TimedStep]) -> TimedStep:
     seconds = median_low(step.seconds for step in steps)
     return next(step for step in steps if step.seconds == seconds)
+
+
+class StageClock:
+    """How long a stage of a pipeline computes for usual decode steps. Mutable; written by its step thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._timers: deque[tuple[StepTimer, torch.cuda.Event | None]] = (
+            deque()
+        )  #: not read yet, oldest first
+        self._kept: deque[float] = deque(maxlen=NUM_KEPT)
+        self.seconds = 0.0  #: median of the last steps; 0: none was timed
+
+    def start(self, plan: StepPlan, *, is_warm: bool) -> Callable[[torch.cuda.Event | None], None]:
+        """Return what has to be called with the end of the step, once it is launched."""
+        if plan.prompts or not is_warm:
+            return lambda end: None
+        timer = StepTimer(self._device)
+
+        def stop(end: torch.cuda.Event | None) -> None:
+            timer.stop(end)
+            self._timers.append((timer, end))
+            self._read()
+
+        return stop
+
+    def _read(self) -> None:
+        while self._timers:
+            timer, end = self._timers[0]
+            if end is not None and not end.query():  # type: ignore[no-untyped-call] # untyped
+                return
+            self._timers.popleft()
+            self._kept.append(timer.seconds())
+            self.seconds = median_low(self._kept)

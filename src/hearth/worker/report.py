@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 import msgspec
 import torch
 
-from hearth.core.messages import DeviceResidency, ModelUse, Pong
+from hearth.core.messages import DeviceResidency, ModelUse, PipelineUse, Pong
 from hearth.core.types import Hold, ModelId
 from hearth.engine.assemble import prompt_kernel_of
+from hearth.engine.runner import Runner
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.memory.pool import Holding
@@ -134,7 +135,17 @@ class Reports:
             tables_bytes=holding.tables_bytes,
             num_captured_graphs=0 if graphs is None else len(graphs.captured),
             num_restored_graphs=0 if graphs is None else graphs.num_restored,
+            pipeline=_pipeline_use(served.engine.runner),
         )
+
+
+def _pipeline_use(runner: Runner) -> PipelineUse | None:
+    num_flights, times = runner.num_flights, runner.stage_times
+    if num_flights is None:
+        return None
+    if times is None:
+        return PipelineUse(num_flights)
+    return PipelineUse(num_flights, tuple(times.stage_s), times.hops_s)
 
 
 def _is_uncaptured(served: ServedModel) -> bool:

@@ -270,6 +270,7 @@ class StageLinks:
         """
         assert num_flights <= outlet.num_places, f"{num_flights=} {outlet.num_places=}"
         self.pipeline, self.epoch, self.num_flights = pipeline, epoch, num_flights
+        self.max_flights = outlet.num_places
         self.place, self.send = outlet.place, outlet.send
         self._outlet, self._connection, self._arrived, self._told = outlet, results, arrived, told
         self._results: SimpleQueue[StageResult | None] = SimpleQueue()

@@ -110,7 +110,7 @@ class ResultSender:
     def _fetch(self, step: StageStep, pending: StepInFlight) -> bytes:
         result = pending.wait()
         self._unfetched.release()
-        return result_frame(StageResult(step.pipeline, step.epoch, step.plan.step_id, result))
+        return result_frame(StageResult(step.pipeline, step.epoch, step.plan.step_id, result, step.stage_s))
 
 
 class _PinnedMemory:
@@ -241,7 +241,7 @@ class StageMember:
             with self._engine.marked(message.plan.request_ids):
                 pending = self._stage.take(message, news.hidden)
             if results is not None and pending is not None:
-                results.send(message, pending)
+                results.send(self._stage.timed(message), pending)
         return StepOutcome(StepOutputs(), (), (), has_run=True)
 
     def tell(self, message: AdapterMessage) -> None:
@@ -304,8 +304,13 @@ class StageMember:
             raise
         return StageOutlet(connection, self._places(shared, spec, device), self._pipeline.name)
 
+    @property
+    def _num_places(self) -> int:
+        """As many as steps can be in flight: one for each stage, and one more while hops take long."""
+        return len(self._pipeline.members) + 1
+
     def _places_bytes(self, spec: ModelSpec) -> int:
-        return HiddenPlaces.num_bytes(len(self._pipeline.members), spec.limits.max_batch_tokens, _like(spec))
+        return HiddenPlaces.num_bytes(self._num_places, spec.limits.max_batch_tokens, _like(spec))
 
     def _places(self, shared: int | None, spec: ModelSpec, device: torch.device) -> HiddenPlaces:
         """Return the memory for hidden states, and close its descriptor. Raises StageLost."""
@@ -324,9 +329,7 @@ class StageMember:
                 os.close(shared)
             if is_cuda:
                 self._pinned.append(_PinnedMemory(memory, device))
-        return HiddenPlaces.over(
-            memory, len(self._pipeline.members), _like(spec), is_shared=shared is not None
-        )
+        return HiddenPlaces.over(memory, self._num_places, _like(spec), is_shared=shared is not None)
 
     def _close_later(self, one: Link) -> Link:
         with self._lock:

@@ -1152,6 +1152,11 @@ class Schedules(Driven):
         self.engine.device.nan_token = nan_token
         self.num_added = 0
 
+    @precondition(lambda self: self.engine.batcher.num_flights is not None)
+    @rule(num_flights=st.integers(1, 4))
+    def change_flights(self, num_flights: int) -> None:
+        self.engine.batcher.num_flights = num_flights
+
     @precondition(lambda self: self.engine.live)
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:

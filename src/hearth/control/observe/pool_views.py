@@ -112,6 +112,7 @@ def _used_view(
 ) -> ResidentView:
     """The state is the brain's. A model that the brain no longer knows is retired, or about to be."""
     loading = one if one is not None and one.state is State.LOADING else None
+    pipeline = use.pipeline
     return ResidentView(
         model=use.model,
         worker=worker,
@@ -134,6 +135,9 @@ def _used_view(
         adapters=adapters,
         layers=None if one is None else one.layers,
         transport=None if one is None else one.transport,
+        stage_s=() if pipeline is None else pipeline.stage_s,
+        hops_s=0.0 if pipeline is None else pipeline.hops_s,
+        num_flights=None if pipeline is None else pipeline.num_flights,
     )
 
 

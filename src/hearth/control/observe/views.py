@@ -126,6 +126,10 @@ class ResidentView:
     adapters: tuple[ResidentAdapterView, ...] = ()  #: whose base it is
     layers: tuple[int, int] | None = None  #: of a stage: the first, and the first behind it; None: all
     transport: str | None = None  #: of hidden states to this stage; None: it is the first, or the model whole
+    #: Of the first stage: what a decode step takes in each stage, and besides, on its way; empty: not known.
+    stage_s: tuple[float, ...] = ()
+    hops_s: float = 0.0
+    num_flights: int | None = None  #: steps under way at the same time; None: it is not the first stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class Batcher:
     def __init__(self, limits: BatchLimits, blocks: BlockBook, num_flights: int | None = None) -> None:
         """Take the number of steps that a pipeline has in flight, if tokens are known by commits alone."""
         self.limits = limits
-        self.num_flights = num_flights
+        self.num_flights = num_flights  #: may be changed, but not from or to None
         self.request_limits = RequestLimits(limits.max_context, blocks.floor_blocks * blocks.block_tokens)
         self.blocks = blocks
         self._sequences = Sequences(limits.max_seqs, blocks.block_tokens, sits_out=num_flights is not None)
