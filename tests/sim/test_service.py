@@ -341,8 +341,8 @@ def test_requests_of_a_lost_worker_go_on_elsewhere(requests: list[TracedRequest]
 STAGED = replace(SETTING, shapes={A: "20B", C: "1B"}, num_workers=2)
 
 
-def hopping(hop_s: float) -> Profile:
-    return Profile(msgspec.structs.replace(MACHINE.measured, hop_s=hop_s))
+def hopping(hop_s: float, node_hop_s: float = 0.0) -> Profile:
+    return Profile(msgspec.structs.replace(MACHINE.measured, hop_s=hop_s, node_hop_s=node_hop_s))
 
 
 def staged_times(profile: Profile, setting: SimulationSetting, num_requests: int = 1) -> list[float]:
@@ -378,11 +378,39 @@ def test_a_step_takes_as_long_as_all_stages_and_hops() -> None:
     assert far[-1] - far[5] == pytest.approx(whole[-1] - whole[5] + 14 * 2 * 0.01, rel=0.02)
 
 
+def test_a_hop_to_another_machine_takes_its_own_time() -> None:
+    """The way of the tokens back is as long as that of the hidden states."""
+    near = staged_times(hopping(0.0, node_hop_s=0.01), STAGED)
+    far = staged_times(hopping(0.0, node_hop_s=0.01), replace(STAGED, num_nodes=2))
+    assert near == staged_times(MACHINE, STAGED)
+    assert far[-1] - far[5] == pytest.approx(near[-1] - near[5] + 14 * 2 * 0.01, rel=0.02)
+
+
 def test_stages_work_on_different_requests_at_a_time() -> None:
     shape = MACHINE.shape("20B")
-    staged = shape.in_stages(2, share=0.5, hop_s=0.001)
+    staged = shape.in_stages([0.5, 0.5], own_share=0.5, hops_s=0.002)
     assert staged.step_s(64, 64, 6400) == pytest.approx(shape.step_s(32, 32, 3200) + 0.002)
     assert staged.kv_bytes_per_token == pytest.approx(shape.kv_bytes_per_token / 2, abs=1)
+
+
+def test_the_slowest_stage_holds_up_all_steps_but_that_of_one_request_alone() -> None:
+    shape = MACHINE.shape("20B")
+    uneven = shape.in_stages([0.25, 0.75], own_share=0.25, hops_s=0.0)
+    assert uneven.step_s(64, 64, 6400) == pytest.approx(2 * 0.75 * shape.step_s(32, 32, 3200))
+    assert uneven.step_s(1, 1, 100) == pytest.approx(shape.step_s(1, 1, 100), rel=0.01)
+
+
+@given(st.floats(0.0, 0.2), st.integers(2, 256))
+def test_long_hops_are_filled_with_one_more_step(hops_s: float, num_rows: int) -> None:
+    shape = MACHINE.shape("20B")
+    staged = shape.in_stages([0.5, 0.5], own_share=0.5, hops_s=hops_s)
+    sizes = (num_rows, num_rows, 100 * num_rows)
+    in_two_s = shape.step_s(*(-(-size // 2) for size in sizes))
+    found_s = staged.step_s(*sizes)
+    assert found_s <= in_two_s + hops_s + 1e-9
+    if hops_s > in_two_s / 2:
+        in_three_s = shape.step_s(*(-(-size // 3) for size in sizes))
+        assert found_s == pytest.approx(max(in_three_s + hops_s, min(3, num_rows) / 2 * in_three_s))
 
 
 @given(REQUESTS, st.floats(0.1, 5.0), st.sampled_from(["worker-0", "worker-1"]), POLICIES)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from msgspec.structs import replace as replace_struct
 
 from hearth.core.errors import ConfigError
 from hearth.core.types import Rung
+from hearth.policy.batch.flights import StageTimes, choose_flights
 from hearth.sim.step_times import StepTimes
 from hearth.snapshot.cost_profile import VERSION, MeasuredProfile, MeasuredShape, MeasuredStep
 
@@ -51,36 +52,37 @@ class ShapeProfile:
     capture_s: float  #: that the first step of a size takes longer
     eager_s: float  #: that a step behind a load takes at least which has no graph
     with_prompts: LeastSeconds  #: of steps with prompts
-    num_stages: int = 1  #: of the pipeline that runs the model
-    hop_s: float = 0.0  #: between two stages
+    shares: tuple[float, ...] = (1.0,)  #: of all layers, in each stage of the pipeline that runs the model
+    hops_s: float = 0.0  #: of a step's way through all stages and back
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
         """Return the seconds of a step; as many rows as tokens: all of them decode.
 
         `context_tokens`: those that the rows attend to, their own included, over all rows.
         """
-        sizes = self._of_a_flight(num_tokens, num_rows, context_tokens)
-        return self.host_step_s + self.times.step_s(*sizes) + self._hops_s
+        return self.host_step_s + self._in_flights(self.times, num_tokens, num_rows, context_tokens)
 
     def device_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        sizes = self._of_a_flight(num_tokens, num_rows, context_tokens)
-        return self.device_times.step_s(*sizes) + self._hops_s
+        return self._in_flights(self.device_times, num_tokens, num_rows, context_tokens)
 
-    def in_stages(self, num_stages: int, share: float, hop_s: float) -> ShapeProfile:
-        """Return the model as its pipeline runs it; `share`: of all layers, those of the worker.
+    def in_stages(self, shares: Sequence[float], own_share: float, hops_s: float) -> ShapeProfile:
+        """Return the model as its pipeline runs it; `own_share`: of the worker."""
+        kv_bytes = max(1, math.ceil(self.kv_bytes_per_token * own_share))
+        return replace(self, kv_bytes_per_token=kv_bytes, shares=tuple(shares), hops_s=hops_s)
 
-        As many flights as stages are under way, each with its share of the rows. So a step of all rows takes
-        as long as one flight takes through all stages.
-        """
-        kv_bytes = max(1, math.ceil(self.kv_bytes_per_token * share))
-        return replace(self, kv_bytes_per_token=kv_bytes, num_stages=num_stages, hop_s=hop_s)
+    def _in_flights(self, times: StepTimes, *sizes: int) -> float:
+        """Return the seconds until every row has its token, each flight having its share of the rows."""
+        num_stages = len(self.shares)
+        if num_stages == 1:
+            return times.step_s(*sizes)
 
-    @property
-    def _hops_s(self) -> float:
-        return self.num_stages * self.hop_s
+        def flight_s(num_flights: int) -> float:
+            return times.step_s(*(-(-size // num_flights) for size in sizes))
 
-    def _of_a_flight(self, *sizes: int) -> tuple[int, ...]:
-        return sizes if self.num_stages == 1 else tuple(-(-size // self.num_stages) for size in sizes)
+        stage_s = [share * flight_s(num_stages) for share in self.shares]
+        num_flights = choose_flights(StageTimes(stage_s, self.hops_s), num_stages, num_stages + 1)
+        through_s, slowest_s = flight_s(num_flights), max(self.shares) * flight_s(num_flights)
+        return max(through_s + self.hops_s, min(num_flights, sizes[1]) * slowest_s)
 
 
 class Profile:
@@ -96,7 +98,8 @@ class Profile:
         self.wake_s = measured.wake_s
         self.beside_load = LeastSeconds.of(measured.beside_load_s, measured.beside_load_told_s)
         self.return_s = measured.return_s
-        self.hop_s = measured.hop_s
+        #: Between stages of one machine, and of two.
+        self.hop_s, self.node_hop_s = measured.hop_s, measured.node_hop_s
         self.shapes: Mapping[str, ShapeProfile] = {one.name: self._shape(one) for one in measured.shapes}
 
     @staticmethod

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import assert_never
 
 from hearth.core.errors import ConfigError
-from hearth.core.types import ModelId, RequestId, Rung, WorkerId
+from hearth.core.types import ModelId, Pipeline, RequestId, Rung, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -347,7 +347,8 @@ class SimulatedService:
             case LoadModel(model, name):
                 shape, arrived_s = self.profile.shape(self.setting.shapes[model]), self._fetch(model, name)
                 profile, context = self._profiles[model], self.setting.context
-                self._post(name, HostOrder(action, profile, shape, context, arrived_s))
+                hops_s = self._hops_s(action.pipeline)
+                self._post(name, HostOrder(action, profile, shape, context, arrived_s, hops_s))
             case Dispatch(request_id, model, name):
                 answer = self.answers[request_id]
                 start = StartOrder(
@@ -372,6 +373,13 @@ class SimulatedService:
                 pass  # its machines are given
             case _:
                 assert_never(action)
+
+    def _hops_s(self, pipeline: Pipeline | None) -> float:
+        """Return how long a step is on its way through all stages of a pipeline and back."""
+        members = () if pipeline is None else pipeline.members
+        nodes = [self.fleet.workers[one.worker].node for one in members]
+        hops = zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)
+        return sum(self.profile.hop_s if one == next_ else self.profile.node_hop_s for one, next_ in hops)
 
     def _fetch(self, model: ModelId, worker: WorkerId) -> float:
         """Return when the machine of a worker has a model in host memory; fetch it if need be."""

@@ -26,8 +26,9 @@ class HostOrder:
     shape: ShapeProfile
     max_context: int
     arrived_s: float = 0.0  #: when its bytes are all in host memory of the worker's machine
+    hops_s: float = 0.0  #: of a step's way through all stages and back
 
-    def in_pipeline(self, hop_s: float) -> HostOrder:
+    def in_pipeline(self) -> HostOrder:
         """Return the order for what the worker has of a model: a stage, if a pipeline runs it."""
         load, pipeline = self.load, self.load.pipeline
         if pipeline is None:
@@ -35,7 +36,8 @@ class HostOrder:
         member = next(one for one in pipeline.members if one.worker == load.worker)
         num_layers, total = member.end - member.begin, pipeline.members[-1].end
         stage_bytes = -(-self.profile.num_bytes * num_layers // total)
-        shape = self.shape.in_stages(len(pipeline.members), num_layers / total, hop_s)
+        shares = [(one.end - one.begin) / total for one in pipeline.members]
+        shape = self.shape.in_stages(shares, num_layers / total, self.hops_s)
         digest = f"{self.profile.digest} {member.begin}-{member.end}"
         return replace(self, profile=replace(self.profile, num_bytes=stage_bytes, digest=digest), shape=shape)
 

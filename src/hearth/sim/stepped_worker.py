@@ -175,7 +175,7 @@ class SteppedWorker:
         self.reclaimer.costs.hosted(model, order.profile.weight)
         engine = self._retired.pop(model, None)
         if order.is_stage:  # of which each pipeline has its own
-            engine, order = None, order.in_pipeline(self._profile.hop_s)
+            engine, order = None, order.in_pipeline()
         is_known = engine is not None
         self.hosted[model] = SteppedModel(
             order, engine or order.new_engine(self._limits, self._max_step_s), is_known, is_known

@@ -98,7 +98,8 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
     prompt_step_s: _Time = 0.0  #: least time of a step with prompts in a worker, because of the host
     prompt_step_told_s: _Time | None = None  #: the same as measured by the engine's timer
     return_s: _Time = 0.0  #: of hosting an evicted model again, besides its load
-    hop_s: _Time = 0.0  #: from the end of a stage to the begin of the next one, on another worker
+    hop_s: _Time = 0.0  #: from the end of a stage to the begin of the next one, on the same machine
+    node_hop_s: _Time = 0.0  #: the same, to another machine
 
 
 def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:
