@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from hearth.core.config import EngineConfig
-from hearth.engine.engine import Engine
+from hearth.engine.engine import Engine, StepOutcome
 from hearth.engine.pipeline import PipelineRunner
 from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
 from tests.engine.pipeline_rig import LocalStages, pipeline_for
@@ -71,3 +72,20 @@ def test_a_pipeline_has_one_more_step_in_flight_once_hops_are_seen_to_take_long(
     prompts = prompts_for(160, (7, 1, 13, 8, 2, 30))
     assert ask(pipeline, prompts, greedy()) == ask(engine_for("llama-gqa", MANY), prompts, greedy())
     assert later.most_in_flight == runner.num_flights == 3
+
+
+@pytest.mark.parametrize("num_tokens", [12, 40])
+def test_the_number_of_flights_may_change_at_any_step(num_tokens: int) -> None:
+    """A prompt of 40 tokens is computed in pieces, so that all flights are taken."""
+    prompts = prompts_for(160, (num_tokens, 1, 13, 8, 2, 30))
+    expected = ask(engine_for("llama-gqa", MANY), prompts, greedy())
+    pipeline, random = with_blocks("llama-gqa", [1], 2, MANY), Random(1)
+    later = pipeline.runner._later  # type: ignore[attr-defined] # of a pipeline
+    step = pipeline.step
+
+    def changed() -> StepOutcome:
+        later.num_flights = random.randint(1, 4)
+        return step()
+
+    pipeline.step = changed  # type: ignore[method-assign] # for the test
+    assert ask(pipeline, prompts, greedy()) == expected

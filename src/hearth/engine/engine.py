@@ -265,7 +265,7 @@ class Engine:
         self._measure()
         flights = self._flights
         self.batcher.num_flights = self.runner.num_flights
-        launched = self._launch_next() if len(flights) < self.batcher.max_in_flight else None
+        launched = self._launch_next()
         is_full = launched is None or len(flights) == self.batcher.max_in_flight
         previous = flights.popleft() if flights and is_full and flights[0].pending.may_wait else None
         blocks = self.batcher.blocks
@@ -286,6 +286,8 @@ class Engine:
         )
 
     def _launch_next(self) -> _LaunchedStep | None:
+        if len(self._flights) >= self.batcher.max_in_flight:
+            return None
         num_waiting_tokens = self.batcher.waiting_prompt_tokens()
         plan = self.batcher.plan(
             self.allowance.num_tokens(num_waiting_tokens), self.allowance.num_lone_tokens
