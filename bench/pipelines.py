@@ -202,6 +202,8 @@ def _serve(fd: int, inlet_fd: int, results_fd: int, is_shared: int, core: int, i
     stage = LaterStage(runner, None, BlockMap(range(1, len(runner.layers.kv))))
     while (got := inlet.receive()) is not None:
         message, hidden = got
+        if isinstance(message, StageStep) and hidden is None:  # announced
+            continue
         if isinstance(message, StageStep) and is_hop:
             send_result(results, StageResult("bench", 1, message.plan.step_id, StepResult([], None, [])))
         elif isinstance(message, StageStep):

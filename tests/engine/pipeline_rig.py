@@ -53,6 +53,10 @@ class LocalStages:
     def place(self, num_tokens: int) -> torch.Tensor:
         return self._places[0].place(num_tokens)
 
+    def announce(self, step: StageStep) -> None:
+        """Have the second stage prepare a step; later ones get it unprepared."""
+        self._stages[0].prepare(step)
+
     def send(self, message: StageMessage, hidden: PendingCopy | None = None) -> None:
         self._places[0].send(message, hidden)
         for stage, place in zip(self._stages, self._places, strict=True):
@@ -87,6 +91,9 @@ class _Place:
 
     def place(self, num_tokens: int) -> torch.Tensor:
         return self._like.new_empty(num_tokens, self._like.shape[1])
+
+    def announce(self, step: StageStep) -> None:
+        pass
 
     def send(self, message: StageMessage, hidden: PendingCopy | None = None) -> None:
         self.sent.append((encode_message(message), None if hidden is None else hidden.wait()))

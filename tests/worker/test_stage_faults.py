@@ -54,23 +54,29 @@ class CutSocket(socket.socket):
         return len(content)
 
     def sendall(self, content: bytes | memoryview, flags: int = 0) -> None:  # type: ignore[override] # too
-        """Take a hello, a header with its message, or hidden states."""
+        """Take a hello, a header with its message if it has one, or hidden states."""
         if not self._is_greeted or self._is_cut:
             self._is_greeted = True
             super().sendall(content)
             return
         is_hidden, self._is_hidden_next = self._is_hidden_next, False
+        rest = len(content) - _HEADER.size
         if not is_hidden:
             self._is_hidden_next = _HEADER.unpack(content[: _HEADER.size])[1] > 0
-            self._is_cut_step = step_of(content[_HEADER.size :]) == CUT_STEP
+            if rest:
+                self._is_cut_step = step_of(content[_HEADER.size :]) == CUT_STEP
         if not self._is_cut_step:
             super().sendall(content)
             return
         header, message, hidden = self._point
-        rest = len(content) - _HEADER.size
-        num_bytes = int(hidden * len(content)) if is_hidden else header + int(message * rest)
+        if is_hidden:
+            num_bytes, is_last = int(hidden * len(content)), True
+        elif rest:
+            num_bytes, is_last = header + int(message * rest), hidden == 0.0
+        else:  # the hidden states are in place, or follow
+            num_bytes, is_last = len(content), not self._is_hidden_next
         super().sendall(content[:num_bytes])
-        if num_bytes < len(content) or not self._is_hidden_next:
+        if is_last:
             self._is_cut = True
             super().shutdown(socket.SHUT_RDWR)
 
@@ -137,7 +143,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         yield rig
 
 
-@pytest.mark.parametrize("point", WITHOUT_HIDDEN)
+@pytest.mark.parametrize("point", [*WITHOUT_HIDDEN, "after hidden states"])
 def test_requests_cut_in_a_step_of_one_machine_are_resumed(near: Rig, point: str) -> None:
     assert resumed_elsewhere(near, 1, point) == near.expected
 

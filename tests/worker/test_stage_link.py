@@ -70,6 +70,9 @@ def stages(request: pytest.FixtureRequest) -> Iterator[TwoStages]:
         while (got := inlet.receive()) is not None:
             message, hidden = got
             assert isinstance(message, StageWork)
+            if isinstance(message, StageStep) and hidden is None:
+                stage.prepare(message)
+                continue
             pending = stage.take(message, hidden)
             if pending is not None and isinstance(message, StageStep):
                 result = StageResult("p0", 1, message.plan.step_id, pending.wait())
@@ -184,7 +187,7 @@ def test_a_step_of_another_epoch_takes_no_place(is_shared: bool) -> None:
         place = outlet.place(1) if epoch == 2 else torch.empty(1, 8)
         outlet.send(StageStep("p0", epoch, step_of_one_row(number)), PendingCopy(hidden, place))
         if epoch == 2:
-            received.append(inlet.receive())
+            received += [inlet.receive(), inlet.receive()]  # announced, and with its hidden states
     assert [int(got[1][0, 0]) for got in received if got is not None and got[1] is not None] == [0, 2]
     assert inlet.num_dropped == 1
     outlet.close()
@@ -203,7 +206,7 @@ def test_a_repeated_step_is_dropped_and_takes_no_place(is_shared: bool) -> None:
         hidden = PendingCopy(torch.full((1, 8), float(number if is_new else -1)), place)
         outlet.send(StageStep("p0", 1, step_of_one_row(number)), hidden)
         if is_new:
-            received.append(inlet.receive())
+            received += [inlet.receive(), inlet.receive()]  # announced, and with its hidden states
     assert [int(got[1][0, 0]) for got in received if got is not None and got[1] is not None] == [4, 7]
     assert inlet.num_dropped == 2
     outlet.close()
@@ -231,6 +234,7 @@ def test_hidden_states_that_are_missing_are_noticed() -> None:
     inlet = StageInlet(far, HiddenPlaces(memory.clone(), is_shared=False), "p0", 1)
     step = StageStep("p0", 1, step_of_one_row(0))
     outlet.send(step, PendingCopy(torch.ones(1, 8), outlet.place(1)))
+    assert inlet.receive() is not None, "it is announced"
     with pytest.raises(ServiceError, match="expected on the socket, 0 bytes came"):
         inlet.receive()
     outlet.close()

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Protocol
 
@@ -49,6 +49,9 @@ class NextStage(Protocol):
 
     def place(self, num_tokens: int) -> torch.Tensor:
         """Return memory for the hidden states of the next step, which is free again when that has ended."""
+
+    def announce(self, step: StageStep) -> None:
+        """Pass on a step before it is launched, so that the next stage prepares it. `send` has to follow."""
 
     def send(self, message: StageMessage, hidden: PendingCopy | None = None) -> None:
         """Pass on a message, behind all before it, once its hidden states have arrived in their place."""
@@ -97,10 +100,12 @@ class PipelineRunner(Runner):
 
     def launch(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> PipelineStep:
         later, began_s = self._later, time.perf_counter()
+        message = StageStep(later.pipeline, later.epoch, without_tokens(plan))
+        later.announce(message)
         stop = self._clock.start(plan, is_warm=self.is_warm(plan))
         copy = self.launch_stage(plan, hidden, later.place(plan.num_tokens))
         stop(copy.end)
-        later.send(StageStep(later.pipeline, later.epoch, without_tokens(plan)), copy)
+        later.send(message, copy)
         step = PipelineStep(self, plan, copy, began_s)
         if self._steps:
             self._steps[-1].is_alone = step.is_alone = False
@@ -207,6 +212,14 @@ class BlockMap:
         return [BlockMove(own[move.source], own[move.target]) for move in moves]
 
 
+@dataclass(frozen=True, slots=True)
+class _OwnStep:
+    """A step as a later stage runs it."""
+
+    message: StageStep  #: for the next stage
+    plan: StepPlan  #: with the blocks of this one
+
+
 class LaterStage:
     """Runs a stage that is not the first, message by message."""
 
@@ -214,6 +227,7 @@ class LaterStage:
         """`following`: None for the last stage."""
         self._runner, self._following, self._blocks = runner, following, blocks
         self._clock = StageClock(runner.layers.kv.device)
+        self._prepared: _OwnStep | None = None
 
     @property
     def seconds(self) -> float:
@@ -223,6 +237,13 @@ class LaterStage:
     def timed(self, message: StageStep) -> StageStep:
         """Return a step with the time of this stage."""
         return msgspec.structs.replace(message, stage_s=(*message.stage_s, self.seconds))
+
+    def prepare(self, step: StageStep) -> None:
+        """Prepare the next step to be taken, while the stage before computes it."""
+        self._prepared = own = self._own(step)
+        if self._following is not None:
+            self._following.announce(own.message)
+        self._runner.prepare(own.plan)
 
     def take(self, message: StageWork, hidden: torch.Tensor | None) -> StepInFlight | None:
         """Run a message behind all before it; the last stage returns its step, others pass it on.
@@ -240,13 +261,16 @@ class LaterStage:
                 following.send(message)
             return None
         assert hidden is not None, f"a step without hidden states: {message.plan.step_id=}"
-        plan = self._blocks.plan(message.plan)
-        stop = self._clock.start(plan, is_warm=runner.is_warm(plan))
+        step, self._prepared = self._prepared or self._own(message), None
+        stop = self._clock.start(step.plan, is_warm=runner.is_warm(step.plan))
         if following is None:
-            step = runner.launch(plan, hidden)
-            stop(step.end)
-            return step
-        copy = runner.launch_stage(plan, hidden, following.place(plan.num_tokens))
+            pending = runner.launch(step.plan, hidden)
+            stop(pending.end)
+            return pending
+        copy = runner.launch_stage(step.plan, hidden, following.place(step.plan.num_tokens))
         stop(copy.end)
-        following.send(self.timed(message), copy)
+        following.send(step.message, copy)
         return None
+
+    def _own(self, message: StageStep) -> _OwnStep:
+        return _OwnStep(self.timed(message), self._blocks.plan(message.plan))

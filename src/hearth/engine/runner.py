@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,6 +28,12 @@ from hearth.policy.batch.plan import StepPlan
 _COPY_BYTES = 16 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class _PreparedStep:
+    plan: StepPlan
+    rows: SampleRows
+
+
 class Runner:
     """Runs the steps of a model: inputs, layers, prompt readings, sampling. Mutable; one thread calls it."""
 
@@ -43,6 +50,7 @@ class Runner:
     def __init__(self, layers: LayerRunner, sampler: Sampler, uploads: Uploads, tables: EngineTables) -> None:
         self.layers, self.sampler = layers, sampler
         self._tables, self._uploads = tables, uploads
+        self._prepared: _PreparedStep | None = None
         self._trial: GraphTrial | None = None  #: of restored graphs; the device may still be computing it
         #: Recorded behind everything queued so far; None: unknown, as something else followed the last step.
         self._end: torch.cuda.Event | None = None
@@ -68,11 +76,16 @@ class Runner:
     # Steps.
 
     @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> None:
+        """Queue the inputs of the next step, except for its hidden states."""
+        self._prepared = _PreparedStep(plan, self._fill(plan))
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> StepInFlight:
         """Queue a step of layers that include the last. `hidden`: as in `launch_stage`."""
-        self._begin()
+        rows = self._inputs(plan)
         self.sampler.admit(plan.admissions)
-        rows, trial, reads = self._run_layers(plan, hidden)
+        trial, reads = self._run_layers(plan, hidden)
         decoder = self.layers.decoder
         samples = self.sampler.sample(decoder.logits[: plan.num_rows], rows, decoder.wide_logits)
         self._hosts.reverse()
@@ -86,8 +99,8 @@ class Runner:
 
         `hidden`: the output of the layers before, [plan.num_tokens, hidden size]; None: there are none.
         """
-        self._begin()
-        _, trial, _ = self._run_layers(plan, hidden)
+        self._inputs(plan)
+        trial, _ = self._run_layers(plan, hidden)
         pending = PendingCopy(self.layers.decoder.hidden(plan.num_tokens), out)
         self._finish(trial, pending.end)
         return pending
@@ -106,18 +119,29 @@ class Runner:
         self.settle()
         self._uploads.next_step()
 
+    def _inputs(self, plan: StepPlan) -> SampleRows:
+        """Queue the inputs of a step, unless it was prepared."""
+        prepared, self._prepared = self._prepared, None
+        return prepared.rows if prepared is not None and prepared.plan is plan else self._fill(plan)
+
+    def _fill(self, plan: StepPlan) -> SampleRows:
+        self._begin()
+        layers = self.layers
+        shape = layers.sizes.shape_of(plan)
+        rows = layers.inputs.fill(plan, shape)
+        if shape.has_adapters:
+            layers.inputs.adapters.fill(plan, shape, self.adapters)
+        return rows
+
     def _run_layers(
         self, plan: StepPlan, hidden: torch.Tensor | None
-    ) -> tuple[SampleRows, GraphTrial | None, StepReads | None]:
+    ) -> tuple[GraphTrial | None, StepReads | None]:
         layers = self.layers
         shape = layers.sizes.shape_of(plan)
         # An open gate stays for a step without graphs, which then runs eagerly: the first step after a load
         # is quicker to run than to capture, and requests wait for its tokens.
         if layers.has_graphs(shape):
             layers.drop_open_gate()
-        rows = layers.inputs.fill(plan, shape)
-        if shape.has_adapters:
-            layers.inputs.adapters.fill(plan, shape, self.adapters)
         if hidden is not None:
             layers.decoder.hidden(plan.num_tokens).copy_(hidden, non_blocking=True)
         trial = self._begin_trial(shape, plan)
@@ -125,7 +149,7 @@ class Runner:
         reads = self._read(shape, plan) if plan.has_readings and shape.has_tail else None
         if trial is not None:
             trial.step_done()
-        return rows, trial, reads
+        return trial, reads
 
     def _finish(self, trial: GraphTrial | None, end: torch.cuda.Event | None) -> None:
         if trial is not None:
@@ -272,7 +296,7 @@ class Runner:
     @torch.inference_mode()
     def run_padding(self, shape: StepShape) -> None:
         """Queue a step that is all padding. It writes no KV but the sink."""
-        self._end = None
+        self._end = self._prepared = None
         self.settle()
         self.layers.drop_open_gate()
         self.layers.inputs.fill_padding(shape)

@@ -1,10 +1,11 @@
 """Connections between the stages of a pipeline: messages on a stream socket, hidden states beside them.
 
-The sender fills places for hidden states in turn, as many as steps can be in flight. In memory that both
-processes map, the message alone is sent. Otherwise the hidden states follow it on the socket, which between
-machines is encrypted.
+The sender fills places for hidden states in turn, as many as steps can be in flight. The message of a step is
+sent before the step is launched, so that the receiver can prepare it. A frame without a message says that the
+hidden states are in their place: in memory that both processes map, or behind the frame on the socket, which
+between machines is encrypted.
 
-    | message bytes, hidden bytes: 4 bytes each | message | hidden states, unless they are in shared memory |
+    | message bytes, hidden bytes: 4 bytes each | message, or none | hidden states, unless in shared memory |
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import ssl
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -135,6 +137,7 @@ class StageOutlet:
         self._connection, self._places = connection, places
         self._sender = FrameSender(connection, pipeline)
         self._num_placed = 0
+        self._announced: StageStep | None = None
 
     @property
     def num_places(self) -> int:
@@ -144,22 +147,39 @@ class StageOutlet:
         self._num_placed += 1
         return self._places.place(self._num_placed - 1, num_tokens)
 
+    def announce(self, step: StageStep) -> None:
+        """Raises StageLost once the other end is gone."""
+        self._announced = step
+        self._sender.send(_frame(encode_message(step)))
+
     def send(self, message: StageMessage, hidden: PendingCopy | None = None) -> None:
         """Raises StageLost once the other end is gone."""
-        if hidden is None or (self._places.is_shared and hidden.end is None):
+        if message is not self._announced:
             self._sender.send(_frame(encode_message(message)))
+        self._announced = None
+        if hidden is None:
+            return
+        if self._places.is_shared and hidden.end is None:
+            self._sender.send(_frame(b""))
         else:
-            self._sender.send_later(partial(self._send, message, hidden))
+            self._sender.send_later(partial(self._send, hidden))
 
     def close(self) -> None:
         self._sender.close()
 
-    def _send(self, message: StageMessage, hidden: PendingCopy) -> None:
-        body, landed = encode_message(message), hidden.wait()
+    def _send(self, hidden: PendingCopy) -> None:
+        landed = hidden.wait()
         content = memoryview(b"") if self._places.is_shared else _bytes_of(landed)
-        self._connection.sendall(_HEADER.pack(len(body), len(content)) + body)
+        self._connection.sendall(_HEADER.pack(0, len(content)))
         if content:
             self._connection.sendall(content)
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    step: StageStep
+    hidden: torch.Tensor  #: where its hidden states go
+    is_wanted: bool
 
 
 class StageInlet:
@@ -172,35 +192,46 @@ class StageInlet:
         self._incoming = cast(BufferedReader, connection.makefile("rb", buffering=1 << 16))
         self._num_placed = 0
         self._last_step = -1  #: the highest number of a step that came
+        self._announced: deque[_Announced] = deque()  #: without their hidden states, oldest first
 
     def receive(self) -> tuple[StageMessage, torch.Tensor | None] | None:
-        """Return the next message with its hidden states, which stay until the step has ended.
+        """Return the next message, a step twice: announced, and with its hidden states.
 
-        None at the end. Raises ServiceError for anything else.
+        These stay until the step has ended. None at the end. Raises ServiceError for anything else.
         """
         while (received := self._receive_message()) is not None:
             message, hidden_bytes = received
-            is_wanted, hidden = self._is_wanted(message), None
-            if isinstance(message, StageStep):
-                hidden = self._places.place(self._num_placed, message.plan.num_tokens)
-                if not is_wanted:
-                    hidden = torch.empty_like(hidden)  # the place may be in use
-                if not self._receive_hidden(hidden, hidden_bytes):
+            if message is None:
+                if not self._announced:
+                    raise ServiceError("hidden states came without a step")
+                announced = self._announced.popleft()
+                if not self._receive_hidden(announced.hidden, hidden_bytes):
                     return None
-                if is_wanted:
-                    self._num_placed += 1
-                    self._last_step = message.plan.step_id
+                if announced.is_wanted:
+                    return announced.step, announced.hidden
+                continue
+            is_wanted = self._is_wanted(message)
+            if isinstance(message, StageStep):
+                self._announced.append(self._announce(message, is_wanted=is_wanted))
             if is_wanted:
-                return message, hidden
+                return message, None
             self.num_dropped += 1
         return None
+
+    def _announce(self, step: StageStep, *, is_wanted: bool) -> _Announced:
+        hidden = self._places.place(self._num_placed, step.plan.num_tokens)
+        if not is_wanted:
+            return _Announced(step, torch.empty_like(hidden), is_wanted=False)  # the place may be in use
+        self._num_placed += 1
+        self._last_step = step.plan.step_id
+        return _Announced(step, hidden, is_wanted=True)
 
     def _is_wanted(self, message: StageMessage) -> bool:
         is_repeated = isinstance(message, StageStep) and message.plan.step_id <= self._last_step
         return (message.pipeline, message.epoch) == self._of and not is_repeated
 
-    def _receive_message(self) -> tuple[StageMessage, int] | None:
-        """Return the next message, and how many bytes of hidden states follow it."""
+    def _receive_message(self) -> tuple[StageMessage | None, int] | None:
+        """Return the next message, if the frame has one, and how many bytes of hidden states follow it."""
         header = self._incoming.read(_HEADER.size)
         if len(header) < _HEADER.size:
             return None
@@ -210,6 +241,8 @@ class StageInlet:
                 f"the stage before announced {body_bytes} and {hidden_bytes} bytes, "
                 f"limits: {MAX_FRAME_BYTES} and {_MAX_HIDDEN_BYTES}"
             )
+        if not body_bytes:
+            return None, hidden_bytes
         body = self._incoming.read(body_bytes)
         if len(body) < body_bytes:
             return None
@@ -271,7 +304,7 @@ class StageLinks:
         assert num_flights <= outlet.num_places, f"{num_flights=} {outlet.num_places=}"
         self.pipeline, self.epoch, self.num_flights = pipeline, epoch, num_flights
         self.max_flights = outlet.num_places
-        self.place, self.send = outlet.place, outlet.send
+        self.place, self.announce, self.send = outlet.place, outlet.announce, outlet.send
         self._outlet, self._connection, self._arrived, self._told = outlet, results, arrived, told
         self._results: SimpleQueue[StageResult | None] = SimpleQueue()
         self._is_lost = False  #: and every result was taken that had come before

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 class StageArrived:
     """A message of the member before that has its place among the steps.
 
-    Its hidden states stay until the step has ended.
+    A step comes twice: announced, and with its hidden states, which stay until it has ended.
     """
 
     message: StageWork | StageAdapterEnded
@@ -155,7 +155,9 @@ class StageMember:
         self._results: ResultSender | None = None
         self._links: StageLinks | None = None
         self._stage: LaterStage | None = None
-        self._arrived: deque[StageArrived] = deque()
+        self._arrived: deque[StageWork | StageAdapterEnded] = deque()
+        self._hidden: deque[torch.Tensor] = deque()  #: of the oldest steps among these
+        self._is_prepared = False  #: the oldest message, which is a step
 
     @property
     def is_first(self) -> bool:
@@ -167,8 +169,8 @@ class StageMember:
 
     @property
     def has_work(self) -> bool:
-        """True if a later member has messages to run."""
-        return bool(self._arrived) and self.is_started
+        """True if a later member can run its oldest message, or prepare it."""
+        return self.is_started and bool(self._arrived) and (bool(self._hidden) or not self._is_prepared)
 
     @property
     def num_dropped(self) -> int:
@@ -224,25 +226,37 @@ class StageMember:
         self._stage = LaterStage(engine.runner, self._outlet, BlockMap(engine.batcher.blocks.free))
 
     def take(self, news: StageArrived) -> None:
-        self._arrived.append(news)
+        if news.hidden is None:
+            self._arrived.append(news.message)
+        else:
+            self._hidden.append(news.hidden)
 
     def step(self) -> StepOutcome:
-        """Run the oldest message."""
-        assert self._stage is not None, f"messages for a member without an engine: {self._pipeline}"
-        news = self._arrived.popleft()
-        message, results = news.message, self._results
+        """Run the oldest message; prepare it if it is a step without its hidden states."""
+        stage, message = self._stage, self._arrived[0]
+        assert stage is not None, f"messages for a member without an engine: {self._pipeline}"
+        if isinstance(message, StageStep) and not self._hidden:
+            stage.prepare(message)
+            self._is_prepared = True
+        else:
+            self._arrived.popleft()
+            self._is_prepared = False
+            self._run(stage, message)
+        return StepOutcome(StepOutputs(), (), (), has_run=True)
+
+    def _run(self, stage: LaterStage, message: StageWork | StageAdapterEnded) -> None:
+        results = self._results
         if isinstance(message, StageAdapterEnded):  # no step before it is left
             self._post(AdapterTold(message))
         elif not isinstance(message, StageStep):
-            self._stage.take(message, None)
+            stage.take(message, None)
         else:
             if results is not None:
                 results.make_room()
             with self._engine.marked(message.plan.request_ids):
-                pending = self._stage.take(message, news.hidden)
+                pending = stage.take(message, self._hidden.popleft())
             if results is not None and pending is not None:
-                results.send(self._stage.timed(message), pending)
-        return StepOutcome(StepOutputs(), (), (), has_run=True)
+                results.send(stage.timed(message), pending)
 
     def tell(self, message: AdapterMessage) -> None:
         """Tell the next member something about an adapter; the last one answers the first.
@@ -271,6 +285,7 @@ class StageMember:
         if closing:
             self._connections.num_dropped += self.num_dropped
         self._arrived.clear()
+        self._hidden.clear()
 
     def free(self) -> None:
         """Give back pinned memory, which no step uses any more."""
