@@ -153,7 +153,7 @@ def _part(layers: range | None) -> tuple[ModelSpec, Weights]:
 def _two_stages(*, is_shared: bool) -> Iterator[Engine]:
     part = _part(range(CUT))
     with _last_stage(part[0].limits.max_batch_tokens, is_shared=is_shared) as (outlet, results):
-        links = StageLinks("bench", 1, NUM_FLIGHTS, outlet, results, ARRIVED.set)
+        links = StageLinks("bench", NUM_FLIGHTS, outlet, results, ARRIVED.set)
         yield assemble(*part, CONFIG, CPU, later=links)
         links.close()
 
@@ -197,7 +197,7 @@ def _serve(fd: int, inlet_fd: int, results_fd: int, is_shared: int, core: int, i
     runner = assemble_runner(spec, weights, CONFIG, memory, step_size(spec.limits, CPU))
     runner.fill_tables()
     places = _places(fd, runner.layers.decoder.hidden(1), is_shared=bool(is_shared))
-    inlet = StageInlet(socket.socket(fileno=inlet_fd), places, "bench", 1)
+    inlet = StageInlet(socket.socket(fileno=inlet_fd), places, "bench")
     results = socket.socket(fileno=results_fd)
     stage = LaterStage(runner, None, BlockMap(range(1, len(runner.layers.kv))))
     while (got := inlet.receive()) is not None:
@@ -205,10 +205,10 @@ def _serve(fd: int, inlet_fd: int, results_fd: int, is_shared: int, core: int, i
         if isinstance(message, StageStep) and hidden is None:  # announced
             continue
         if isinstance(message, StageStep) and is_hop:
-            send_result(results, StageResult("bench", 1, message.plan.step_id, StepResult([], None, [])))
+            send_result(results, StageResult("bench", message.plan.step_id, StepResult([], None, [])))
         elif isinstance(message, StageStep):
             if (pending := stage.take(message, hidden)) is not None:
-                send_result(results, StageResult("bench", 1, message.plan.step_id, pending.wait()))
+                send_result(results, StageResult("bench", message.plan.step_id, pending.wait()))
         else:
             stage.take(message, None)
 
@@ -234,11 +234,11 @@ def _hops_us(num_rows: int, *, is_shared: bool) -> list[float]:
     hidden, hops = torch.randn(num_rows, SHAPE.arch.hidden_size), list[float]()
     decode = DecodeRows([RequestId("r")] * num_rows, range(num_rows), [0] * num_rows)
     with _last_stage(num_rows, is_shared=is_shared, is_hop=True) as (outlet, results):
-        links = StageLinks("bench", 1, 1, outlet, results)
+        links = StageLinks("bench", 1, outlet, results)
         for number in range(HOPS):
             plan = StepPlan(number, (), TableWrites(), decode, ())
             began_s = time.perf_counter()
-            links.send(StageStep("bench", 1, plan), PendingCopy(hidden, links.place(num_rows)))
+            links.send(StageStep("bench", plan), PendingCopy(hidden, links.place(num_rows)))
             links.result(waits=True)
             hops.append((time.perf_counter() - began_s) * 1e6 / 2)
         links.close()

@@ -257,13 +257,13 @@ def _hops_us(num_tokens: int) -> list[float]:
         back.close()
         decode = DecodeRows([RequestId("r")] * num_tokens, range(num_tokens), [0] * num_tokens)
         outlet = StageOutlet(out, _places(fd, num_tokens), "bench")
-        links = StageLinks("bench", 1, 1, outlet, results)
+        links = StageLinks("bench", 1, outlet, results)
         hops_us = list[float]()
         for number in range(HOPS):
             plan = StepPlan(number, (), TableWrites(), decode, ())
             torch.cuda.synchronize()
             began_ns = time.perf_counter_ns()
-            links.send(StageStep("bench", 1, plan), PendingCopy(hidden, links.place(num_tokens)))
+            links.send(StageStep("bench", plan), PendingCopy(hidden, links.place(num_tokens)))
             found = links.result(waits=True)
             assert found is not None, "it was waited for"
             hops_us.append((found.result.tokens[0] - began_ns) / 1e3)
@@ -275,7 +275,7 @@ def _hops_us(num_tokens: int) -> list[float]:
 def _answer_hops(fd: int, inlet_fd: int, results_fd: int, num_tokens: int) -> None:
     """Answer each step with the time at which its hidden states were on this device."""
     arrived = torch.empty(num_tokens, ARCH.hidden_size, dtype=torch.bfloat16, device=CUDA)
-    inlet = StageInlet(socket.socket(fileno=inlet_fd), _places(fd, num_tokens), "bench", 1)
+    inlet = StageInlet(socket.socket(fileno=inlet_fd), _places(fd, num_tokens), "bench")
     results = socket.socket(fileno=results_fd)
     while (got := inlet.receive()) is not None:
         message, hidden = got
@@ -285,7 +285,7 @@ def _answer_hops(fd: int, inlet_fd: int, results_fd: int, num_tokens: int) -> No
         arrived.copy_(hidden, non_blocking=True)
         torch.cuda.synchronize()
         result = StepResult([time.perf_counter_ns()], None, [])
-        send_result(results, StageResult("bench", 1, message.plan.step_id, result))
+        send_result(results, StageResult("bench", message.plan.step_id, result))
 
 
 if __name__ == "__main__":

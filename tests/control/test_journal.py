@@ -318,7 +318,7 @@ FORMAT = {
     "LinkMeasured": "now_s source target bytes_per_s latency_s",
     "AddWorkers": "model",
     "ReleaseWorkers": "node",
-    "Pipeline": "name epoch members num_blocks",
+    "Pipeline": "name members num_blocks",
     "Scaling": "out_after_s in_after_s min_nodes",
 }
 

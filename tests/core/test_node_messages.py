@@ -46,7 +46,7 @@ VERSION_1 = {
     "NodeRefused": "reason",
     "NodeWelcome": "node ticket_key engine turns is_encrypted",
     "Ping": "number",
-    "Pipeline": "name epoch members num_blocks",
+    "Pipeline": "name members num_blocks",
     "Pong": "number budget_bytes free_bytes workspace_bytes lost_bytes moved_bytes fallbacks models",
     "PrepareModel": "model where limits",
     "PromptLogprobs": "num_top logprobs ranks top_ids top_logprobs",

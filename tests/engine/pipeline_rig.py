@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 class LocalStages:
     """The stages behind the first. A message runs through all of them when it is sent."""
 
-    pipeline, epoch = "p0", 1
+    pipeline = "p0"
 
     def __init__(self, runners: Sequence[Runner], num_flights: int) -> None:
         self.num_flights = self.max_flights = num_flights
@@ -100,9 +100,7 @@ class _Place:
 
 
 def _encoded(step: StageStep, pending: StepInFlight) -> bytes:
-    return encode_result(
-        StageResult(step.pipeline, step.epoch, step.plan.step_id, pending.wait(), step.stage_s)
-    )
+    return encode_result(StageResult(step.pipeline, step.plan.step_id, pending.wait(), step.stage_s))
 
 
 def stages_of(num_layers: int, cuts: Sequence[int]) -> list[Stage]:

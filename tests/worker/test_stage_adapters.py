@@ -145,8 +145,8 @@ def test_answers_of_a_device_are_sent_behind_its_steps() -> None:
     sender, late, answers = ResultSender(near, "p"), _LateStep(), list[object]()
     plan = StepPlan(3, (), TableWrites(), DecodeRows([RequestId("r")], [0], [0]), ())
     sender.make_room()
-    sender.send(StageStep("p", 1, plan), late)
-    sender.tell(StageAdapterReady("p", 1, 7))
+    sender.send(StageStep("p", plan), late)
+    sender.tell(StageAdapterReady("p", 7))
     late.ended.set()
     with far.makefile("rb") as incoming:
         for _ in range(2):
@@ -169,11 +169,11 @@ def test_a_last_stage_without_the_first_is_never_stuck() -> None:
     sender, late = ResultSender(near, "p"), _LateStep()
     plan = StepPlan(3, (), TableWrites(), DecodeRows([RequestId("r")], [0], [0]), ())
     sender.make_room()
-    sender.send(StageStep("p", 1, plan), late)
+    sender.send(StageStep("p", plan), late)
     far.close()
     late.ended.set()
     with pytest.raises(StageLost):
-        send_on(sender, StageStep("p", 1, plan), late)
+        send_on(sender, StageStep("p", plan), late)
     for _ in range(9):
         with pytest.raises(StageLost):
             sender.make_room()

@@ -60,9 +60,9 @@ def stages(request: pytest.FixtureRequest) -> Iterator[TwoStages]:
         for memory in (own, own if request.param else other)
     )
     (out, into), (results, back) = socket.socketpair(), socket.socketpair()
-    links = StageLinks("p0", 1, 2, StageOutlet(out, near, "p0"), results)
+    links = StageLinks("p0", 2, StageOutlet(out, near, "p0"), results)
     inlet, stage = (
-        StageInlet(into, far, "p0", 1),
+        StageInlet(into, far, "p0"),
         LaterStage(runner, None, BlockMap(range(1, len(runner.layers.kv)))),
     )
 
@@ -75,7 +75,7 @@ def stages(request: pytest.FixtureRequest) -> Iterator[TwoStages]:
                 continue
             pending = stage.take(message, hidden)
             if pending is not None and isinstance(message, StageStep):
-                result = StageResult("p0", 1, message.plan.step_id, pending.wait())
+                result = StageResult("p0", message.plan.step_id, pending.wait())
                 with suppress(OSError):  # it was shut by the test
                     send_result(back, result)
 
@@ -119,21 +119,20 @@ def test_steps_that_arrive_twice_run_once(stages: TwoStages, monkeypatch: pytest
     assert stages.links.num_dropped == 0, "no step gave two results"
 
 
-def test_results_of_another_epoch_are_dropped_and_counted(stages: TwoStages) -> None:
-    send_result(stages.results, StageResult("p0", 0, 0, StepResult([1], None, [])))
-    send_result(stages.results, StageResult("p9", 1, 0, StepResult([1], None, [])))
+def test_results_of_another_pipeline_are_dropped_and_counted(stages: TwoStages) -> None:
+    send_result(stages.results, StageResult("p9", 0, StepResult([1], None, [])))
     assert ask(stages.engine, PROMPTS, greedy()) == ask(engine_for(NAME), PROMPTS, greedy())
-    assert stages.links.num_dropped == 2
+    assert stages.links.num_dropped == 1
 
 
 def test_answers_about_adapters_come_beside_results() -> None:
-    """Those of another epoch are dropped and counted."""
+    """Those of another pipeline are dropped and counted."""
     told: SimpleQueue[AdapterAnswer] = SimpleQueue()
     (near, far), (out, into) = socket.socketpair(), socket.socketpair()
     outlet = StageOutlet(out, HiddenPlaces(torch.empty(1, 4, 8), is_shared=True), "p0")
-    links = StageLinks("p0", 1, 1, outlet, near, told=told.put)
-    answers = StageAdapterReady("p0", 1, 7), StageAdapterFailed("p0", 1, 8, "device", "no room")
-    for answer in (StageAdapterReady("p0", 2, 7), *answers):
+    links = StageLinks("p0", 1, outlet, near, told=told.put)
+    answers = StageAdapterReady("p0", 7), StageAdapterFailed("p0", 8, "device", "no room")
+    for answer in (StageAdapterReady("p9", 7), *answers):
         send_result(far, answer)
     assert (told.get(), told.get()) == answers
     assert (links.num_dropped, links.result(waits=False)) == (1, None)
@@ -148,14 +147,14 @@ def test_answers_about_adapters_come_beside_results() -> None:
     into.close()
 
 
-def test_messages_of_another_epoch_are_dropped_and_counted() -> None:
+def test_messages_of_another_pipeline_are_dropped_and_counted() -> None:
     near, far = socket.socketpair()
     places = HiddenPlaces(torch.empty(1, 4, 8), is_shared=False)
-    outlet, inlet = StageOutlet(near, places, "p0"), StageInlet(far, places, "p0", 2)
-    for pipeline, epoch in (("p0", 1), ("p9", 2), ("p0", 2)):
-        outlet.send(StageMoves(pipeline, epoch, ()))
-    assert inlet.receive() == (StageMoves("p0", 2, ()), None)
-    assert inlet.num_dropped == 2
+    outlet, inlet = StageOutlet(near, places, "p0"), StageInlet(far, places, "p0")
+    for pipeline in ("p9", "p0"):
+        outlet.send(StageMoves(pipeline, ()))
+    assert inlet.receive() == (StageMoves("p0", ()), None)
+    assert inlet.num_dropped == 1
     outlet.close()
     inlet.close()
 
@@ -164,8 +163,8 @@ def test_a_stage_that_reads_nothing_does_not_hold_up_the_one_before() -> None:
     """It may hang: other models of the sender's worker go on until it is killed."""
     near, far = socket.socketpair()
     places = HiddenPlaces(torch.empty(1, 4, 8), is_shared=True)
-    outlet, inlet = StageOutlet(near, places, "p0"), StageInlet(far, places, "p0", 1)
-    moves = [StageMoves("p0", 1, (BlockMove(number, 1),) * 100_000) for number in range(3)]
+    outlet, inlet = StageOutlet(near, places, "p0"), StageInlet(far, places, "p0")
+    moves = [StageMoves("p0", (BlockMove(number, 1),) * 100_000) for number in range(3)]
     sending = threading.Thread(target=lambda: [outlet.send(message) for message in moves], daemon=True)
     sending.start()
     sending.join(5.0)
@@ -176,17 +175,17 @@ def test_a_stage_that_reads_nothing_does_not_hold_up_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "sent"])
-def test_a_step_of_another_epoch_takes_no_place(is_shared: bool) -> None:
+def test_a_step_of_another_pipeline_takes_no_place(is_shared: bool) -> None:
     near, far = socket.socketpair()
     memory = torch.empty(2, 1, 8)
     outlet = StageOutlet(near, HiddenPlaces(memory, is_shared), "p0")
-    inlet = StageInlet(far, HiddenPlaces(memory if is_shared else memory.clone(), is_shared), "p0", 2)
+    inlet = StageInlet(far, HiddenPlaces(memory if is_shared else memory.clone(), is_shared), "p0")
     received = []
-    for number, epoch in enumerate((2, 1, 2)):
+    for number, pipeline in enumerate(("p0", "p9", "p0")):
         hidden = torch.full((1, 8), float(number))
-        place = outlet.place(1) if epoch == 2 else torch.empty(1, 8)
-        outlet.send(StageStep("p0", epoch, step_of_one_row(number)), PendingCopy(hidden, place))
-        if epoch == 2:
+        place = outlet.place(1) if pipeline == "p0" else torch.empty(1, 8)
+        outlet.send(StageStep(pipeline, step_of_one_row(number)), PendingCopy(hidden, place))
+        if pipeline == "p0":
             received += [inlet.receive(), inlet.receive()]  # announced, and with its hidden states
     assert [int(got[1][0, 0]) for got in received if got is not None and got[1] is not None] == [0, 2]
     assert inlet.num_dropped == 1
@@ -199,12 +198,12 @@ def test_a_repeated_step_is_dropped_and_takes_no_place(is_shared: bool) -> None:
     near, far = socket.socketpair()
     memory = torch.empty(2, 1, 8)
     outlet = StageOutlet(near, HiddenPlaces(memory, is_shared), "p0")
-    inlet = StageInlet(far, HiddenPlaces(memory if is_shared else memory.clone(), is_shared), "p0", 1)
+    inlet = StageInlet(far, HiddenPlaces(memory if is_shared else memory.clone(), is_shared), "p0")
     received = []
     for number, is_new in ((4, True), (4, False), (3, False), (7, True)):
         place = outlet.place(1) if is_new else torch.empty(1, 8)
         hidden = PendingCopy(torch.full((1, 8), float(number if is_new else -1)), place)
-        outlet.send(StageStep("p0", 1, step_of_one_row(number)), hidden)
+        outlet.send(StageStep("p0", step_of_one_row(number)), hidden)
         if is_new:
             received += [inlet.receive(), inlet.receive()]  # announced, and with its hidden states
     assert [int(got[1][0, 0]) for got in received if got is not None and got[1] is not None] == [4, 7]
@@ -216,9 +215,9 @@ def test_a_repeated_step_is_dropped_and_takes_no_place(is_shared: bool) -> None:
 def test_a_repeated_result_is_dropped() -> None:
     (near, far), (out, into) = socket.socketpair(), socket.socketpair()
     outlet = StageOutlet(out, HiddenPlaces(torch.empty(1, 4, 8), is_shared=True), "p0")
-    links = StageLinks("p0", 1, 1, outlet, near)
+    links = StageLinks("p0", 1, outlet, near)
     for number in (0, 0, 1, 0, 1, 3):
-        send_result(far, StageResult("p0", 1, number, StepResult([number], None, [])))
+        send_result(far, StageResult("p0", number, StepResult([number], None, [])))
     found = [links.result(waits=True) for _ in range(3)]
     assert [one.number for one in found if one is not None] == [0, 1, 3]
     assert (links.num_dropped, links.result(waits=False)) == (3, None)
@@ -231,8 +230,8 @@ def test_hidden_states_that_are_missing_are_noticed() -> None:
     near, far = socket.socketpair()
     memory = torch.empty(1, 4, 8)
     outlet = StageOutlet(near, HiddenPlaces(memory, is_shared=True), "p0")
-    inlet = StageInlet(far, HiddenPlaces(memory.clone(), is_shared=False), "p0", 1)
-    step = StageStep("p0", 1, step_of_one_row(0))
+    inlet = StageInlet(far, HiddenPlaces(memory.clone(), is_shared=False), "p0")
+    step = StageStep("p0", step_of_one_row(0))
     outlet.send(step, PendingCopy(torch.ones(1, 8), outlet.place(1)))
     assert inlet.receive() is not None, "it is announced"
     with pytest.raises(ServiceError, match="expected on the socket, 0 bytes came"):
@@ -243,7 +242,7 @@ def test_hidden_states_that_are_missing_are_noticed() -> None:
 
 def test_a_frame_beyond_the_limit_is_refused() -> None:
     near, far = socket.socketpair()
-    inlet = StageInlet(far, HiddenPlaces(torch.empty(1, 4, 8), is_shared=False), "p0", 1)
+    inlet = StageInlet(far, HiddenPlaces(torch.empty(1, 4, 8), is_shared=False), "p0")
     near.sendall(b"\xff" * 8)
     with pytest.raises(ServiceError, match="limits: 67108864 and 1073741824"):
         inlet.receive()

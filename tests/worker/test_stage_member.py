@@ -79,7 +79,7 @@ class Workers:
             Member(worker, *layers)
             for worker, layers in zip(self._names, itertools.pairwise(ends), strict=False)
         )
-        pipeline = Pipeline(f"{name}-{next(_numbers)}", 1, members, NUM_BLOCKS)
+        pipeline = Pipeline(f"{name}-{next(_numbers)}", members, NUM_BLOCKS)
         for number in reversed(range(len(members))):
             self.gateways[number].inbox.put(order_of(name, pipeline, number))
         return pipeline
@@ -324,7 +324,7 @@ def test_members_that_come_and_go_at_random_say_what_one_worker_says(tmp_path: P
             for gateway in used:
                 gateway.until(ModelLoaded)
             places = HiddenPlaces(torch.empty(1, 1, 1), is_shared=True)
-            StageOutlet(three.connections[WorkerId("w1")], places, "p").send(StageMoves("another", 1, ()))
+            StageOutlet(three.connections[WorkerId("w1")], places, "p").send(StageMoves("another", ()))
             assert three.ask(NAME, PROMPTS, greedy(20)) == expected
             for prompt in PROMPTS[: random.randrange(3)]:
                 first.start(NAME, prompt, greedy(60))
@@ -351,7 +351,7 @@ def test_a_retired_whole_model_does_not_come_back_as_a_stage_of_it(tmp_path: Pat
     with workers(tmp_path, pages) as both:
         first, last = both.gateways
         members = (Member(WorkerId("w0"), 0, 1), Member(WorkerId("w1"), 1, 3))
-        orders = [order_of(NAME, Pipeline("p", 1, members, NUM_BLOCKS), number) for number in (0, 1)]
+        orders = [order_of(NAME, Pipeline("p", members, NUM_BLOCKS), number) for number in (0, 1)]
         first.inbox.put(msgspec.structs.replace(orders[0], hosting=0, pipeline=None))
         whole = both.ask(NAME, prompts, greedy(20))
         first.retire(NAME)
@@ -366,7 +366,7 @@ def test_a_member_that_waits_for_another_can_be_dropped(tmp_path: Path) -> None:
     with workers(tmp_path) as both:
         members = (Member(WorkerId("w0"), 0, 1), Member(WorkerId("w1"), 1, 3))
         first = both.gateways[0]
-        first.inbox.put(order_of(NAME, Pipeline("p", 1, members, NUM_BLOCKS), 0))
+        first.inbox.put(order_of(NAME, Pipeline("p", members, NUM_BLOCKS), 0))
         first.ping()
         first.drop(NAME)
         both.host(NAME, [1])
@@ -375,7 +375,7 @@ def test_a_member_that_waits_for_another_can_be_dropped(tmp_path: Path) -> None:
 
 def test_a_node_cannot_take_the_place_of_another() -> None:
     connections = StageConnections(WorkerId("w0"), lambda worker: pytest.fail(f"{worker}"))
-    hello = StageHello("p", 1, has_steps=True)
+    hello = StageHello("p", has_steps=True)
     content = msgspec.json.encode(hello)
     ends = {}
     for node in ("thief", "right"):

@@ -57,7 +57,7 @@ def orders(num_workers: int, name: str = "p") -> list[HostModel]:
     num_layers = read_manifest(where).arch.num_layers
     ends = [*range(num_workers), num_layers]
     members = tuple(Member(WorkerId(f"w{at}"), ends[at], ends[at + 1]) for at in range(num_workers))
-    pipeline = Pipeline(name, 1, members, NUM_BLOCKS)
+    pipeline = Pipeline(name, members, NUM_BLOCKS)
     return [
         host_order(
             NAME,

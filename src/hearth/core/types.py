@@ -88,8 +88,7 @@ class Member:
 class Pipeline:
     """Workers that run a model together, in the order of their layers, which are all of it."""
 
-    name: str  #: never used again
-    epoch: int  #: raised by every change of the members
+    name: str  #: never used again: other members make another pipeline
     members: tuple[Member, ...]
     num_blocks: int  #: of KV: every member has as many, without the sink
 

@@ -61,7 +61,6 @@ class LaterStages(NextStage, Protocol):
     """All stages but the first, as the first one sees them."""
 
     pipeline: str
-    epoch: int
     num_flights: int  #: steps that are at least on their way at the same time: one for each stage
     max_flights: int  #: and at most
 
@@ -100,7 +99,7 @@ class PipelineRunner(Runner):
 
     def launch(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> PipelineStep:
         later, began_s = self._later, time.perf_counter()
-        message = StageStep(later.pipeline, later.epoch, without_tokens(plan))
+        message = StageStep(later.pipeline, without_tokens(plan))
         later.announce(message)
         stop = self._clock.start(plan, is_warm=self.is_warm(plan))
         copy = self.launch_stage(plan, hidden, later.place(plan.num_tokens))
@@ -115,7 +114,7 @@ class PipelineRunner(Runner):
     def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
         super().copy_blocks(moves)
         if moves:
-            self._later.send(StageMoves(self._later.pipeline, self._later.epoch, tuple(moves)))
+            self._later.send(StageMoves(self._later.pipeline, tuple(moves)))
 
     def add_blocks(self, extent: range) -> None:
         self._send_blocks(extent, is_added=True)
@@ -125,7 +124,7 @@ class PipelineRunner(Runner):
 
     def _send_blocks(self, extent: range, *, is_added: bool) -> None:
         later = self._later
-        later.send(StageBlocks(later.pipeline, later.epoch, extent.start, extent.stop, is_added))
+        later.send(StageBlocks(later.pipeline, extent.start, extent.stop, is_added))
 
     def take_result(self, *, waits: bool) -> bool:
         """Take in the next result; False: it has not come."""

@@ -1,7 +1,7 @@
 """Messages between the stages of a pipeline: steps go from stage to stage, results back to the first.
 
-Every message names its pipeline and epoch. The hidden states of a step travel beside its message. What the
-messages about adapters do is told in `worker/stage_adapters.py`.
+Every message names its pipeline, by a name that is never used again. The hidden states of a step travel
+beside its message. What the messages about adapters do is told in `worker/stage_adapters.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from hearth.policy.batch.plan import StepPlan
 
 class StageStep(msgspec.Struct, frozen=True, tag=True):
     pipeline: str
-    epoch: int
     plan: StepPlan
     #: How long stages between the first and this one compute for usual decode steps.
     stage_s: tuple[float, ...] = ()
@@ -31,7 +30,6 @@ class StageMoves(msgspec.Struct, frozen=True, tag=True):
     """Blocks to be copied behind all steps before it. No hidden states come with it."""
 
     pipeline: str
-    epoch: int
     moves: tuple[BlockMove, ...]
 
 
@@ -39,7 +37,6 @@ class StageBlocks(msgspec.Struct, frozen=True, tag=True):
     """Blocks of the first stage that later messages use, or use no more. No hidden states come with it."""
 
     pipeline: str
-    epoch: int
     begin: int
     end: int
     is_added: bool
@@ -49,7 +46,6 @@ class StageAdapter(msgspec.Struct, frozen=True, tag=True):
     """A request of the first stage needs an adapter on all stages."""
 
     pipeline: str
-    epoch: int
     run: int  #: of the request
     order: AdapterOrder
     age_s: float  #: how long ago the request arrived
@@ -59,7 +55,6 @@ class StageAdapterReady(msgspec.Struct, frozen=True, tag=True):
     """All stages up to the sender keep the adapter of a request on their devices until it ends."""
 
     pipeline: str
-    epoch: int
     run: int
 
 
@@ -67,7 +62,6 @@ class StageAdapterFailed(msgspec.Struct, frozen=True, tag=True):
     """A stage cannot have the adapter of a request."""
 
     pipeline: str
-    epoch: int
     run: int
     label: str  #: of the error
     reason: str
@@ -77,13 +71,11 @@ class StageAdapterEnded(msgspec.Struct, frozen=True, tag=True):
     """A request with an adapter has ended: no step behind this message uses it."""
 
     pipeline: str
-    epoch: int
     run: int
 
 
 class StageResult(msgspec.Struct, frozen=True, tag=True):
     pipeline: str
-    epoch: int
     number: int  #: of the step
     result: StepResult
     stage_s: tuple[float, ...] = ()  #: as in `StageStep`, up to the last one

@@ -53,16 +53,16 @@ class StageAdapters:
 
     def ask(self, hosted: HostedModel, run: int, order: AdapterOrder, age_s: float) -> None:
         pipeline = _pipeline(hosted)
-        self._send(hosted, StageAdapter(pipeline.name, pipeline.epoch, run, order, age_s))
+        self._send(hosted, StageAdapter(pipeline.name, run, order, age_s))
 
     def confirm(self, hosted: HostedModel, run: int) -> None:
         """Tell that this member keeps the adapter of a request. The last member answers when all do."""
         pipeline = _pipeline(hosted)
-        self._send(hosted, StageAdapterReady(pipeline.name, pipeline.epoch, run))
+        self._send(hosted, StageAdapterReady(pipeline.name, run))
 
     def end(self, hosted: HostedModel, run: int) -> None:
         pipeline = _pipeline(hosted)
-        self._send(hosted, StageAdapterEnded(pipeline.name, pipeline.epoch, run))
+        self._send(hosted, StageAdapterEnded(pipeline.name, run))
 
     # On later members.
 
@@ -90,7 +90,7 @@ class StageAdapters:
     def fail(self, own_run: int, failure: Failure) -> None:
         use = self._uses.pop(own_run)
         pipeline = _pipeline(use.hosted)
-        failed = StageAdapterFailed(pipeline.name, pipeline.epoch, use.run, failure.label, failure.reason)
+        failed = StageAdapterFailed(pipeline.name, use.run, failure.label, failure.reason)
         self._send(use.hosted, failed)
 
     def forget(self, model: ModelId) -> None:

@@ -32,7 +32,6 @@ class StageHello(msgspec.Struct, frozen=True):
     """The first message of a member on its connection to another one."""
 
     pipeline: str
-    epoch: int
     has_steps: bool  #: False: it has results
 
 

@@ -185,10 +185,10 @@ class _Announced:
 class StageInlet:
     """Where messages of the stage before arrive. One thread receives."""
 
-    def __init__(self, connection: socket.socket, places: HiddenPlaces, pipeline: str, epoch: int) -> None:
+    def __init__(self, connection: socket.socket, places: HiddenPlaces, pipeline: str) -> None:
         self._connection, self._places = connection, places
-        self._of = (pipeline, epoch)
-        self.num_dropped = 0  #: messages of another pipeline or epoch, and steps that came before
+        self._pipeline = pipeline
+        self.num_dropped = 0  #: messages of another pipeline, and steps that came before
         self._incoming = cast(BufferedReader, connection.makefile("rb", buffering=1 << 16))
         self._num_placed = 0
         self._last_step = -1  #: the highest number of a step that came
@@ -228,7 +228,7 @@ class StageInlet:
 
     def _is_wanted(self, message: StageMessage) -> bool:
         is_repeated = isinstance(message, StageStep) and message.plan.step_id <= self._last_step
-        return (message.pipeline, message.epoch) == self._of and not is_repeated
+        return message.pipeline == self._pipeline and not is_repeated
 
     def _receive_message(self) -> tuple[StageMessage | None, int] | None:
         """Return the next message, if the frame has one, and how many bytes of hidden states follow it."""
@@ -290,7 +290,6 @@ class StageLinks:
     def __init__(
         self,
         pipeline: str,
-        epoch: int,
         num_flights: int,
         outlet: StageOutlet,
         results: socket.socket,
@@ -302,14 +301,14 @@ class StageLinks:
         The same thread passes answers about adapters to `told`.
         """
         assert num_flights <= outlet.num_places, f"{num_flights=} {outlet.num_places=}"
-        self.pipeline, self.epoch, self.num_flights = pipeline, epoch, num_flights
+        self.pipeline, self.num_flights = pipeline, num_flights
         self.max_flights = outlet.num_places
         self.place, self.announce, self.send = outlet.place, outlet.announce, outlet.send
         self._outlet, self._connection, self._arrived, self._told = outlet, results, arrived, told
         self._results: SimpleQueue[StageResult | None] = SimpleQueue()
         self._is_lost = False  #: and every result was taken that had come before
         self._is_over = False
-        self.num_dropped = 0  #: answers of another pipeline or epoch, and results that came before
+        self.num_dropped = 0  #: answers of another pipeline, and results that came before
         threading.Thread(target=self._receive, name="hearth-stages", daemon=True).start()
 
     def result(self, *, waits: bool) -> StageResult | None:
@@ -341,7 +340,7 @@ class StageLinks:
                 while len(header := incoming.read(_HEADER.size)) == _HEADER.size:
                     body_bytes, _ = _HEADER.unpack(header)
                     answer = decode_result(incoming.read(min(body_bytes, MAX_FRAME_BYTES)))
-                    if (answer.pipeline, answer.epoch) != (self.pipeline, self.epoch):
+                    if answer.pipeline != self.pipeline:
                         self.num_dropped += 1
                     elif not isinstance(answer, StageResult):
                         self._told(answer)

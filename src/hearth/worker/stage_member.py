@@ -110,7 +110,7 @@ class ResultSender:
     def _fetch(self, step: StageStep, pending: StepInFlight) -> bytes:
         result = pending.wait()
         self._unfetched.release()
-        return result_frame(StageResult(step.pipeline, step.epoch, step.plan.step_id, result, step.stage_s))
+        return result_frame(StageResult(step.pipeline, step.plan.step_id, result, step.stage_s))
 
 
 class _PinnedMemory:
@@ -174,7 +174,7 @@ class StageMember:
 
     @property
     def num_dropped(self) -> int:
-        """Frames of another pipeline or epoch, and repeated ones, which were dropped."""
+        """Frames of another pipeline, and repeated ones, which were dropped."""
         return sum(one.num_dropped for one in (self._inlet, self._links) if one is not None)
 
     def connect(self, spec: ModelSpec, device: torch.device) -> StageLinks | None:
@@ -198,11 +198,9 @@ class StageMember:
         if self.is_first:
             arrival = self._arrival(has_steps=False, sender=members[-1])
             assert self._outlet is not None, "the first stage is not the last"
-            name, epoch = self._pipeline.name, self._pipeline.epoch
             self._links = self._close_later(
                 StageLinks(
-                    name,
-                    epoch,
+                    self._pipeline.name,
                     flights,
                     self._outlet,
                     arrival.connection,
@@ -214,9 +212,7 @@ class StageMember:
             return self._links
         arrival = self._arrival(has_steps=True, sender=members[self._number - 1])
         places = self._places(arrival.shared, spec, device)
-        self._inlet = self._close_later(
-            StageInlet(arrival.connection, places, self._pipeline.name, self._pipeline.epoch)
-        )
+        self._inlet = self._close_later(StageInlet(arrival.connection, places, self._pipeline.name))
         threading.Thread(target=self._read, args=(self._inlet,), name="hearth-stage", daemon=True).start()
         return None
 
@@ -293,7 +289,7 @@ class StageMember:
             self._pinned.pop().free()
 
     def _hello(self, *, has_steps: bool) -> StageHello:
-        return StageHello(self._pipeline.name, self._pipeline.epoch, has_steps)
+        return StageHello(self._pipeline.name, has_steps)
 
     def _arrival(self, *, has_steps: bool, sender: Member) -> Arrival:
         hello = self._hello(has_steps=has_steps)

@@ -67,7 +67,7 @@ def order(begin: int, end: int, num_layers: int, kv_bytes: int) -> HostModel:
         kv_floor_bytes=kv_bytes,
         max_kv_bytes=kv_bytes,
         eos_ids=(),
-        pipeline=Pipeline("m-1", 1, members, num_blocks=7),
+        pipeline=Pipeline("m-1", members, num_blocks=7),
         member=[one.begin for one in members].index(begin),
     )
 

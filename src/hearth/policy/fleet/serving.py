@@ -224,7 +224,7 @@ def _form(fleet: Fleet, replica: Replica, plan: PipelinePlan) -> list[Action]:
     fleet.add(replica)
     name = replica.model.name
     members = tuple(Member(one.worker.name, one.begin, one.end) for one in plan.stages)
-    pipeline = Pipeline(f"{name}-{replica.number}", 1, members, plan.num_blocks)
+    pipeline = Pipeline(f"{name}-{replica.number}", members, plan.num_blocks)
     needs = [(one.worker.name, one.footprint) for one in plan.stages]
     return [
         LoadModel(name, worker, one.min_kv_bytes, one.max_kv_bytes, one.promise, pipeline)
