@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
-from hearth.core.errors import KeeperGone, LoadCancelled, ModelNotOpen, StoreError
+from hearth.core.errors import KeeperGone, LoadCancelled, ModelNotOpen, StoreError, error_of
 from hearth.core.types import Digest
 from hearth.store.format.adapter_manifest import AdapterManifest, of_adapter
 from hearth.store.format.description import Descriptions
@@ -31,7 +31,6 @@ from hearth.store.transfer.lease_messages import (
     Refused,
     ServerHello,
     encode,
-    error_of,
     parse,
     received,
     send,
@@ -177,8 +176,8 @@ class LeaseClient:
         match answer:
             case ModelOpened():
                 return answer, where
-            case Refused():
-                raise error_of(answer)
+            case Refused(label, reason):
+                raise error_of(label, reason)
             case _:
                 raise self._nonsense(answer)
 
@@ -242,7 +241,7 @@ class LeaseClient:
             return grant
         connection.close()
         if isinstance(answer, Refused):
-            raise error_of(answer)
+            raise error_of(answer.error, answer.reason)
         raise self._gone() if answer is None else self._nonsense(answer)
 
     def _may_pass_through(self) -> bool:
@@ -361,8 +360,8 @@ class HostPrefetch:
         match message:
             case ModelPrefetched(host_bytes):
                 return host_bytes >= self._model.distinct_bytes
-            case Refused() as refused:
-                raise error_of(refused)
+            case Refused(label, reason):
+                raise error_of(label, reason)
         if self._is_cancelled:
             raise LoadCancelled(f"the prefetch of `{self._model.name}` was cancelled")
         raise StoreError(f"the keeper that prefetched `{self._model.name}` is gone; ask again")
