@@ -103,13 +103,14 @@ def test_a_keeper_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_what_keeps_it_from_starting_is_said(setup: KeeperSetup) -> None:
-    with process("hearth.store.keeper", setup) as second:
+    nowhere = msgspec.structs.replace(setup, socket=f"{setup.socket}/keeper.sock")
+    with process("hearth.store.keeper", nowhere) as second:
         assert second.stdout is not None
         answer = json.loads(second.stdout.readline())
         assert second.wait() == 1
 
     assert answer["error"] == "store"
-    assert "another process listens at" in answer["reason"]
+    assert "cannot listen at" in answer["reason"]
 
 
 def test_ends_with_its_input_and_leaves_no_socket() -> None:
