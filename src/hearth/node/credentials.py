@@ -366,6 +366,11 @@ def fingerprint_of(certificate: x509.Certificate) -> str:
     return certificate.fingerprint(hashes.SHA256()).hex()
 
 
+def node_name(text: str) -> str:
+    """Return the name for a machine that is called `text` elsewhere: `10-0-0-2` for 10.0.0.2."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:MAX_NAME_CHARS].strip("-")
+
+
 def check_node_name(name: str) -> None:
     """Raises JoinRefused. A name has no dot: `NAME.1` is a later life of the node."""
     if _NAME.fullmatch(name) is None:
