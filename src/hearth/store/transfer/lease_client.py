@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
@@ -30,7 +29,6 @@ from hearth.store.transfer.lease_messages import (
     PrefetchModel,
     Refused,
     ServerHello,
-    encode,
     parse,
     received,
     send,
@@ -38,8 +36,6 @@ from hearth.store.transfer.lease_messages import (
 from hearth.store.transfer.staging_buffers import StagingBuffers
 
 MAX_HELLO_BYTES = 4096
-#: Encoded questions kept for `request`: the same adapters are asked for again and again.
-MAX_QUESTIONS = 4096
 MAX_IDLE = 4
 
 
@@ -83,14 +79,6 @@ class LeaseRequest:
 
     def close(self) -> None:
         self.connection.close()
-
-
-@lru_cache(maxsize=MAX_QUESTIONS)
-def _encoded(
-    digest: Digest, directory: str, chunks: tuple[int, ...], *, pass_through: bool
-) -> tuple[LeaseChunks, bytes]:
-    question = LeaseChunks(digest, directory, chunks, pass_through)
-    return question, encode(question)
 
 
 class LeaseClient:
@@ -199,11 +187,9 @@ class LeaseClient:
         """
         if (connection := self._take_idle()) is None:
             return None
-        question, line = _encoded(
-            model.digest, model.directory, tuple(chunks), pass_through=self._may_pass_through()
-        )
+        question = self._question(model, chunks)
         try:
-            connection.send_encoded(line)
+            connection.send(question)
         except OSError:  # its keeper is gone
             connection.close()
             return None
@@ -219,11 +205,7 @@ class LeaseClient:
         if request is not None and (request.model is not model or request.question.chunks != tuple(chunks)):
             request.close()
             request = None
-        question = (
-            LeaseChunks(model.digest, model.directory, tuple(chunks), self._may_pass_through())
-            if request is None
-            else request.question
-        )
+        question = self._question(model, chunks) if request is None else request.question
         try:
             return self._grant(model.name, question, request)
         except ModelNotOpen:  # the keeper was started again, or has forgotten the model
@@ -244,11 +226,12 @@ class LeaseClient:
             raise error_of(answer.error, answer.reason)
         raise self._gone() if answer is None else self._nonsense(answer)
 
-    def _may_pass_through(self) -> bool:
-        """True if the first cells are pinned and others are not: see `LeaseChunks.pass_through`."""
+    def _question(self, model: Opened[StoredManifest], chunks: Sequence[int]) -> LeaseChunks:
+        """Chunks may pass through if the first cells are pinned and others are not."""
         segment = self.segment
         first_cells = range(min(NUM_FIRST_CELLS, segment.num_cells))
-        return not segment.is_all_pinned and all(map(segment.is_pinned, first_cells))
+        may_pass_through = not segment.is_all_pinned and all(map(segment.is_pinned, first_cells))
+        return LeaseChunks(model.digest, model.directory, tuple(chunks), may_pass_through)
 
     # Connections.
 

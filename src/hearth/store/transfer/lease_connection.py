@@ -41,9 +41,6 @@ class LeaseConnection:
         """Raises OSError if the keeper is gone."""
         send(self._connection, *messages)
 
-    def send_encoded(self, line: bytes) -> None:
-        self._connection.sendall(line)
-
     def read(self) -> Message | None:
         """Return the next message, or None if the keeper is gone or the connection closed."""
         while (end := self._unread.find(b"\n") + 1) == 0:
