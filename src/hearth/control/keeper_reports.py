@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from hearth.control.observe.views import HostMemoryView
 from hearth.core.errors import HearthError
 from hearth.core.node_messages import HeldChunks
 from hearth.core.types import LOCAL, Digest, NodeId, Rung, name_of
+from hearth.node.local_node import REPORT_SHARE
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
 from hearth.store.format.manifest import CHUNK_BYTES
@@ -134,9 +136,11 @@ class KeeperReports:
         while True:
             await self._is_residency_stale.wait()
             self._is_residency_stale.clear()
+            began_s = time.monotonic()
             try:
                 report = await self._keeper.report()
             except (HearthError, OSError) as error:
                 log.warning("residency_unknown reason=%s", error)
                 continue
             self.node_reported(LOCAL, report.models)
+            await asyncio.sleep((time.monotonic() - began_s) / REPORT_SHARE)  # many models have many chunks
