@@ -62,7 +62,7 @@ def start(many: Workers, wanted: Asked, sampling: SamplingParams) -> list[int]:
 
 
 def ask(many: Workers, wanted: Asked, sampling: SamplingParams | None = None) -> list[list[int]]:
-    runs = start(many, wanted, sampling or greedy(20))
+    runs = start(many, wanted, sampling or greedy(10))
     return [answer.tokens for answer in many.gateways[0].until_ended(*runs)]
 
 
@@ -101,8 +101,7 @@ def wait_until_unused(many: Workers) -> None:
     raise AssertionError(f"{usages(many)}")
 
 
-@pytest.mark.parametrize("new_pool", [arena, pages])
-@pytest.mark.parametrize("cuts", [[1], [1, 2]])
+@pytest.mark.parametrize(("cuts", "new_pool"), [([1], arena), ([1, 2], pages)])
 def test_members_say_together_what_one_worker_says_with_adapters(
     tmp_path: Path, new_pool: NewPool, cuts: list[int]
 ) -> None:
@@ -223,8 +222,8 @@ def test_an_adapter_that_a_later_member_cannot_load_fails_its_request_alone(
     with workers(tmp_path, num_workers=len(cuts) + 1) as many:
         many.host(NAME, cuts)
         first = many.gateways[0]
-        fine = start(many, [None, adapted(1)], greedy(20))
-        broken = first.start(NAME, PROMPTS[0], greedy(20), adapter=adapted(0).order)
+        fine = start(many, [None, adapted(1)], greedy(10))
+        broken = first.start(NAME, PROMPTS[0], greedy(10), adapter=adapted(0).order)
         failed = first.until(RunFailed)
         assert failed.run == broken
         assert "/nowhere" in failed.reason
@@ -236,8 +235,8 @@ def test_an_adapter_without_room_on_a_later_member_fails_its_request_alone(tmp_p
     with workers(tmp_path, roomy_for(tmp_path, [2, 0])) as both:
         both.host(NAME, [1])
         first = both.gateways[0]
-        fine = start(both, [None, None], greedy(20))
-        broken = first.start(NAME, PROMPTS[0], greedy(20), adapter=adapted(0).order)
+        fine = start(both, [None, None], greedy(10))
+        broken = first.start(NAME, PROMPTS[0], greedy(10), adapter=adapted(0).order)
         failed = first.until(RunFailed)
         assert failed.run == broken
         assert "are promised almost all of" in failed.reason
@@ -260,7 +259,7 @@ def test_a_request_can_be_cancelled_while_a_later_member_loads_its_adapter(
         both.loaded(0), both.loaded(1)
         monkeypatch.setattr(LeaseClient, "open_adapter", late)
         first = both.gateways[0]
-        runs = start(both, [adapted(0), adapted(0)], greedy(20))
+        runs = start(both, [adapted(0), adapted(0)], greedy(10))
         first.cancel(runs[0])
         assert first.ping().adapters[0].num_waiting == 1
         may_open.set()
@@ -270,8 +269,7 @@ def test_a_request_can_be_cancelled_while_a_later_member_loads_its_adapter(
     assert answer.tokens == alone(tmp_path, [adapted(0), adapted(0)])[1]
 
 
-@pytest.mark.parametrize("new_pool", [arena, pages])
-@pytest.mark.parametrize("rooms", [[1, 1, 1], [3, 2, 1], [1, 2, 3]])
+@pytest.mark.parametrize(("rooms", "new_pool"), [([1, 1, 1], arena), ([3, 2, 1], pages), ([1, 2, 3], arena)])
 def test_adapters_of_ended_requests_are_evicted_on_all_members(
     tmp_path: Path, rooms: list[int], new_pool: NewPool
 ) -> None:
@@ -344,7 +342,7 @@ def test_a_pipeline_that_is_cut_off_while_adapters_load_is_noticed_without_a_ste
         both.host(NAME, [1])
         both.loaded(0), both.loaded(1)
         first = both.gateways[0]
-        start(both, [adapted(0)], greedy(20))
+        start(both, [adapted(0)], greedy(10))
         first.until(AdapterLoaded)
         both.gateways[1].drop(NAME)
         assert first.until(HostingFailed).is_cut_off
