@@ -48,8 +48,9 @@ def adapted(seed: int) -> StoredAdapter:
     return stored_adapter(NAME, seed)
 
 
-#: With the prompts: several adapters and bare requests in one batch.
-MIXED: Asked = (adapted(0), None, adapted(1), adapted(0), None, adapted(2))
+def mixed() -> Asked:
+    """With the prompts: several adapters and bare requests in one batch."""
+    return (adapted(0), None, adapted(1), adapted(0), None, adapted(2))
 
 
 def start(many: Workers, wanted: Asked, sampling: SamplingParams) -> list[int]:
@@ -105,13 +106,13 @@ def wait_until_unused(many: Workers) -> None:
 def test_members_say_together_what_one_worker_says_with_adapters(
     tmp_path: Path, new_pool: NewPool, cuts: list[int]
 ) -> None:
-    expected = alone(tmp_path, MIXED)
-    assert expected != alone(tmp_path, [None] * len(MIXED))
+    expected = alone(tmp_path, mixed())
+    assert expected != alone(tmp_path, [None] * len(mixed()))
     with workers(tmp_path, new_pool, num_workers=len(cuts) + 1) as many:
         many.host(NAME, cuts)
-        assert [ask(many, MIXED) for _ in range(2)] == [expected] * 2
+        assert [ask(many, mixed()) for _ in range(2)] == [expected] * 2
         wait_until_unused(many)
-        sizes = {one.order.name: one.layout.num_bytes for one in MIXED if one is not None}
+        sizes = {one.order.name: one.layout.num_bytes for one in mixed() if one is not None}
         assert [{name: use.num_bytes for name, use in one.items()} for one in usages(many)] == [
             sizes for _ in many.gateways
         ]
@@ -331,7 +332,7 @@ def test_a_dissolved_pipeline_leaves_no_adapter_in_use(tmp_path: Path, is_droppe
             gateway.drop(NAME) if is_dropped else gateway.retire(NAME)
         wait_until_unused(both)
         both.host(NAME, [1])
-        assert ask(both, MIXED) == alone(tmp_path, MIXED)
+        assert ask(both, mixed()) == alone(tmp_path, mixed())
 
 
 def test_a_pipeline_that_is_cut_off_while_adapters_load_is_noticed_without_a_step(
