@@ -30,12 +30,13 @@ from bench.cluster import parts
 from bench.cluster.netlab import shaped_links
 from bench.cluster.nodes import Cluster
 from bench.cluster.parts import Figure, Keeper, start_keeper, warm_up, write_random
+from bench.cluster.schedules import chain, one_by_one, tree
 from bench.report import Row, arguments, emit, tell
 from hearth.core.node_messages import PlannedFetch
 from hearth.core.types import NodeId
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
-from hearth.policy.multicast.schedules import Schedule, binomial_pipeline, chain, multicast, one_by_one, tree
+from hearth.policy.multicast.schedules import Schedule, multicast
 from hearth.store.format.manifest import CHUNK_BYTES as CELL_BYTES
 from hearth.store.format.manifest import Manifest
 from hearth.store.transfer.lease_client import LeaseClient
@@ -54,6 +55,12 @@ SHAPE: Mapping[str, object] = {
 NUM_BYTES = layout_of(arch_from_config(dict(SHAPE)), "bfloat16").num_bytes
 NUM_PARTS = -(-NUM_BYTES // CHUNK_BYTES)
 HOST_BYTES = 2 * NUM_PARTS * CELL_BYTES
+
+
+def binomial_pipeline(num_nodes: int, num_parts: int) -> Schedule:
+    return multicast(1, num_nodes - 1, num_parts)
+
+
 SCHEDULES: Mapping[str, Callable[[int, int], Schedule] | None] = {
     "binomial pipeline": binomial_pipeline,
     "tree": tree,

@@ -250,7 +250,7 @@ def start_keeper(
     stack.callback(process.stdin.close)
     process.stdin.write(msgspec.json.encode(setup) + b"\n")
     process.stdin.flush()
-    assert json.loads(process.stdout.readline())["ready"]
+    assert json.loads(process.stdout.readline())["error"] is None
     keeper = Keeper(node, process)
     node.held = partial(_held, keeper.socket)
     return keeper

@@ -131,4 +131,4 @@ def test_a_certificate_that_is_half_over_is_renewed_at_the_start(
 )
 def test_a_host_name_becomes_a_name(monkeypatch: pytest.MonkeyPatch, host: str, name: str) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: host)
-    assert module._host_name() == name
+    assert module.node_name(module.socket.gethostname().partition(".")[0]) == name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,11 @@ from hearth.core.node_messages import HeldChunks
 from hearth.core.types import LOCAL, Digest, ModelId, NodeId, Rung, WorkerId
 from hearth.policy.fleet.events import ModelReady
 from hearth.store.keeper_client import KeeperClient
+from hearth.store.transfer.lease_messages import KeeperReport
 from hearth.store.transfer.lease_server import LeaseServer
 from tests.control.gateway_rig import GatewayRig, with_rig
 from tests.store.stored import all_chunks, consume, tiers_at, write_model
 from tests.worker.harness import folder
-
-COUNTED = {Rung.HOST: 5, Rung.DISK: 7}
 
 
 class Keeper(KeeperClient):
@@ -34,7 +33,7 @@ class Keeper(KeeperClient):
     def __init__(self) -> None:
         super().__init__(Path("nowhere"))
         self.told: list[dict[str, int]] = []
-        self.counted: list[list[str]] = []
+        self.held: tuple[HeldChunks, ...] = ()
         self.is_there = True
         self.was_asked = asyncio.Event()
 
@@ -44,9 +43,8 @@ class Keeper(KeeperClient):
             raise StoreError("no keeper answers")
         self.told.append(dict(num_by_digest))
 
-    async def count(self, digests: Sequence[str]) -> dict[str, Mapping[Rung, int]]:
-        self.counted.append(list(digests))
-        return dict.fromkeys(digests, COUNTED)
+    async def report(self) -> KeeperReport:
+        return KeeperReport(0, 0, self.held)
 
 
 def with_reports(
@@ -125,15 +123,15 @@ def test_every_name_of_the_same_bytes_is_reported(data_dir: DataDir, deployed: D
         registry.add(replace(deployed, name="another"))
         registry.add(replace(deployed, name="other", digest="of other bytes"))
     keeper = Keeper()
+    digests = (Digest(deployed.digest), Digest("of other bytes"))
+    keeper.held = tuple(HeldChunks(digest, b"\0", b"\1") for digest in digests)
+    on_disk = {Rung.HOST: 0, Rung.DISK: deployed.facts.num_bytes}
 
     async def scene(reports: KeeperReports, rig: GatewayRig) -> None:
         models = rig.driver.fleet.models
         assert models.keys() == {ModelId("tiny"), ModelId("another"), ModelId("other")}
         reports.observe(ModelReady(0.0, WorkerId("w0"), ModelId("tiny"), (), 1.0), ())
-        await until(lambda: all(model.bytes_by_rung(LOCAL) == COUNTED for model in models.values()))
-        assert [sorted(digests) for digests in keeper.counted] == [
-            sorted({deployed.digest, "of other bytes"})
-        ]
+        await until(lambda: all(model.bytes_by_rung(LOCAL) == on_disk for model in models.values()))
 
     with_reports(data_dir, scene, keeper)
 

@@ -6,9 +6,11 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from hearth.core.errors import ConfigError, HearthError, JoinRefused, Unreachable
 from hearth.core.node_messages import AskAuthority, AuthorityCertificate, HeadPulse, Join, NodeMessage
@@ -17,7 +19,13 @@ from hearth.node import join as module
 from hearth.node.channel import Channel, ClusterPort, Control
 from hearth.node.credentials import Authority, Credentials, own_key, signing_request
 from hearth.node.join import answer_stranger, join, renew
-from tests.node.tls_cluster import ADDRESS, HELLO, Cluster, Scene, member, to_head
+from tests.node.tls_cluster import ADDRESS, HELLO, Cluster, Scene, member, play_on, to_head
+
+
+@pytest.fixture(params=[uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])
+def play(request: pytest.FixtureRequest) -> Scene:
+    """`hearth join` asks for a certificate on asyncio's own loop, a running agent for the next on uvloop."""
+    return partial(play_on, request.param)
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def leaving(scene: Callable[[LeavingWorkers], Awaitable[None]]) -> None:
         supervisor.keeper.is_ready.set()
         supervisor._tasks.append(asyncio.create_task(supervisor._keep(supervisor.seats[0])))
         try:
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(PATIENCE_S):
                 await scene(supervisor)
         finally:
             for _, process in supervisor.started:

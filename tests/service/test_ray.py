@@ -153,9 +153,11 @@ def serving_with_ray(names: tuple[str, str], shelf: Shelf, path: Path, *settings
         yield running
 
 
-@pytest.fixture
-def service(two_machines: tuple[str, str], shelf: Shelf, tmp_path: Path) -> Iterator[Service]:
-    with serving_with_ray(two_machines, shelf, tmp_path) as running:
+@pytest.fixture(scope="class")
+def service(
+    two_machines: tuple[str, str], shelf: Shelf, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    with serving_with_ray(two_machines, shelf, tmp_path_factory.mktemp("ray")) as running:
         yield running
 
 
@@ -172,42 +174,42 @@ def names_of(service: Service) -> list[str]:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_node_of_ray_answers_and_ray_replaces_its_agent(service: Service) -> None:
-    text, worker = answer(service)
-    assert worker == "second/w0"
-    assert names_of(service) == ["second/w0"], "one agent, on the second machine"
-    agent = psutil.Process(int(str(service.workers()[0]["pid"]))).parent()
-    assert agent is not None
-    children = agent.children(recursive=True)
-    agent.kill()
-    assert_ended(children)  # keeper, template and worker
-    assert answer(service) == (text, "second.1/w0"), "the request waits for the next life"
-    assert "ray_agent_failed" not in service.logs(), "Ray itself has started the agent again"
-    asking = next(one for one in service.children() if "hearth.control.ray_process" in one.cmdline())
-    asking.kill()  # its actor ends with it
-    eventually("the next one asks again", lambda: "second.2/w0" in names_of(service))
-    assert answer(service) == (text, "second.2/w0")
+class TestTwoMachines:
+    """One service, in this order: the second machine stops last."""
+
+    def test_a_node_of_ray_answers_and_ray_replaces_its_agent(self, service: Service) -> None:
+        text, worker = answer(service)
+        assert worker == "second/w0"
+        assert names_of(service) == ["second/w0"], "one agent, on the second machine"
+        agent = psutil.Process(int(str(service.workers()[0]["pid"]))).parent()
+        assert agent is not None
+        children = agent.children(recursive=True)
+        agent.kill()
+        assert_ended(children)  # keeper, template and worker
+        assert answer(service) == (text, "second.1/w0"), "the request waits for the next life"
+        assert "ray_agent_failed" not in service.logs(), "Ray itself has started the agent again"
+        asking = next(one for one in service.children() if "hearth.control.ray_process" in one.cmdline())
+        asking.kill()  # its actor ends with it
+        eventually("the next one asks again", lambda: "second.2/w0" in names_of(service))
+        assert answer(service) == (text, "second.2/w0")
+
+    def test_a_machine_that_returns_to_ray_stays_a_member(
+        self, two_machines: tuple[str, str], service: Service
+    ) -> None:
+        text, worker = answer(service)
+        end_processes(two_machines[1])
+        with _starting_ray(two_machines[1], *NODE_FLAGS):
+            pass
+        eventually("its agent runs again", lambda: names_of(service) not in ([], [worker]))
+        eventually("Ray drops the life before", lambda: "ray_node_gone name=second" in service.logs())
+        assert Authority.open(service.data_dir / "cluster").names() == ["second"]
+        assert answer(service)[0] == text
 
 
 def num_raylets(name: str) -> int:
     """Those of a namespace, the head's own included."""
     pids = pids_in(name)
     return sum(one.pid in pids and one.info["name"] == "raylet" for one in psutil.process_iter(["name"]))
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_a_machine_that_returns_to_ray_stays_a_member(
-    two_machines: tuple[str, str], service: Service
-) -> None:
-    text, worker = answer(service)
-    end_processes(two_machines[1])
-    with _starting_ray(two_machines[1], *NODE_FLAGS):
-        pass
-    eventually("its agent runs again", lambda: names_of(service) not in ([], [worker]))
-    eventually("Ray drops the life before", lambda: "ray_node_gone name=second" in service.logs())
-    assert Authority.open(service.data_dir / "cluster").names() == ["second"]
-    assert answer(service)[0] == text
 
 
 @pytest.mark.e2e

@@ -262,5 +262,12 @@ def all_chunks(model: StoredModel) -> range:
     return range(len(model.manifest.chunks))
 
 
+def resident_bytes(tiers: Tiers, model: StoredModel) -> dict[Rung, int]:
+    """Return how much of a model lies in host memory and on disk; a chunk in both counts in both."""
+    sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
+    on_disk = sum(size for chunk_id, size in sizes.items() if tiers.disk.holds(chunk_id))
+    return {Rung.HOST: tiers.host_bytes(model), Rung.DISK: on_disk}
+
+
 def stored_at(directory: Path) -> StoredModel:
     return StoredModel(directory.name, read_manifest(directory), directory)

@@ -18,7 +18,7 @@ import pytest
 
 from hearth.core.errors import StoreError
 from hearth.core.messages import KeeperSetup
-from hearth.core.types import Rung
+from hearth.core.types import Digest
 from hearth.store import keeper
 from hearth.store.format.manifest import CHUNK_BYTES, read_manifest
 from hearth.store.keeper_client import KeeperClient
@@ -53,18 +53,25 @@ def lease_client(setup: KeeperSetup) -> Iterator[LeaseClient]:
     lease_client.close()
 
 
-def test_tells_how_much_of_a_model_lies_where(setup: KeeperSetup, lease_client: LeaseClient) -> None:
+async def held(client: KeeperClient, digest: str) -> tuple[bytes, bytes] | None:
+    """Return the chunks of a model in host memory and on disk; None: the keeper does not know it."""
+    models = {one.model: one for one in (await client.report()).models}
+    one = models.get(Digest(digest))
+    return None if one is None else (one.host, one.disk)
+
+
+def test_tells_which_chunks_of_a_model_lie_where(setup: KeeperSetup, lease_client: LeaseClient) -> None:
     client, where = KeeperClient(Path(setup.socket)), converted("llama-gqa")
-    digest, num_bytes = read_manifest(where).digest, read_manifest(where).num_bytes
+    digest = read_manifest(where).digest
 
     async def ask() -> None:
-        assert await client.count([digest]) == {}
+        assert await held(client, digest) is None
         model = lease_client.open(where, weight=2.0)
-        assert await client.count([digest, "unknown"]) == {digest: {Rung.HOST: 0, Rung.DISK: num_bytes}}
+        all_chunks = ((1 << len(model.manifest.chunks)) - 1).to_bytes(1, "little")
+        assert await held(client, digest) == (b"\0", all_chunks)
         lease = lease_client.grant(model, [0])
         (chunk,) = lease
-        counted = await client.count([digest])
-        assert counted == {digest: {Rung.HOST: model.manifest.chunks[0].num_bytes, Rung.DISK: num_bytes}}
+        assert await held(client, digest) == (b"\1", all_chunks)
         report = await client.report()
         assert (report.used_bytes, report.capacity_bytes) == (CHUNK_BYTES, 2 * CHUNK_BYTES)
         lease.release(chunk)
@@ -79,11 +86,11 @@ def test_what_it_was_told_to_forget_it_does_not_know(setup: KeeperSetup, lease_c
         model = lease_client.open(where)
         await client.forget(str(where))
         await client.forget(str(where))  # again is harmless
-        assert await client.count([model.digest]) == {}
+        assert await held(client, model.digest) is None
         with pytest.raises(StoreError, match="open it again"):
             lease_client.prefetch(model).wait()
         lease_client.open(where)
-        assert model.digest in await client.count([model.digest])
+        assert await held(client, model.digest) is not None
 
     asyncio.run(ask())
 
@@ -92,17 +99,18 @@ def test_a_keeper_that_is_not_there_is_named(tmp_path: Path) -> None:
     client = KeeperClient(tmp_path / "nobody.sock")
 
     with pytest.raises(StoreError, match=r"no keeper answers at .*nobody\.sock"):
-        asyncio.run(client.count([]))
+        asyncio.run(client.report())
 
 
 def test_what_keeps_it_from_starting_is_said(setup: KeeperSetup) -> None:
-    with process("hearth.store.keeper", setup) as second:
+    nowhere = msgspec.structs.replace(setup, socket=f"{setup.socket}/keeper.sock")
+    with process("hearth.store.keeper", nowhere) as second:
         assert second.stdout is not None
         answer = json.loads(second.stdout.readline())
         assert second.wait() == 1
 
     assert answer["error"] == "store"
-    assert "another process listens at" in answer["reason"]
+    assert "cannot listen at" in answer["reason"]
 
 
 def test_ends_with_its_input_and_leaves_no_socket() -> None:
@@ -121,9 +129,9 @@ def test_puts_collections_of_garbage_off(monkeypatch: pytest.MonkeyPatch) -> Non
         lines = msgspec.json.encode(keeper_setup(place)) + b"\n\n"
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
         monkeypatch.setattr(keeper, "die_with_parent", lambda: None)
-        monkeypatch.setattr(keeper, "_answer", lambda pulse: found.append(gc.get_threshold()[0]))
+        monkeypatch.setattr(keeper, "_say", lambda answer: found.append(gc.get_threshold()[0]))
         assert keeper.main() == 0
-    assert (found, gc.get_threshold()) == ([MAX_YOUNG], given)
+    assert (found[1:], gc.get_threshold()) == ([MAX_YOUNG], given)
 
 
 def test_dies_with_whoever_started_it_even_when_it_does_not_listen() -> None:
@@ -147,7 +155,7 @@ def test_dies_with_whoever_started_it_even_when_it_does_not_listen() -> None:
         parent.stdin.write(b"\n")
         parent.stdin.flush()
         keeper = int(parent.stdout.readline())
-        assert json.loads(parent.stdout.readline())["ready"] is True
+        assert json.loads(parent.stdout.readline())["error"] is None
         os.kill(keeper, signal.SIGSTOP)
 
         parent.kill()

@@ -270,7 +270,7 @@ def keeper_setup(
 def keeping(setup: KeeperSetup) -> Iterator[subprocess.Popen[bytes]]:
     with process("hearth.store.keeper", setup) as keeper:
         assert keeper.stdout is not None
-        assert json.loads(keeper.stdout.readline())["ready"] is True
+        assert json.loads(keeper.stdout.readline())["error"] is None
         yield keeper
 
 

@@ -20,7 +20,7 @@ from hearth.store.format.manifest import read_manifest
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.lease_client import HostPrefetch
 from tests.engine.harness import assert_greedy
-from tests.store.stored import PATIENCE_S, gated_tiers, tiers_at
+from tests.store.stored import PATIENCE_S, gated_tiers, resident_bytes, tiers_at
 from tests.worker.in_process import LoopGateway, working_in_process
 from tests.worker.test_disturbed import CONFIG, CONTEXT, SETTINGS, source
 from tests.worker.test_turns import LONG, PATIENT, assert_empty_when_dropped, host, least_bytes
@@ -118,7 +118,7 @@ def test_a_model_comes_to_host_memory_while_it_waits(kind: str, tmp_path: Path) 
         second = SETTINGS[kind].names[1]
         stored = ahead.tiers.open(SETTINGS[kind].where(second))
         distinct_bytes = sum({one.id: one.num_bytes for one in stored.manifest.chunks}.values())
-        until(lambda: ahead.tiers.resident_bytes(stored)[Rung.HOST] == distinct_bytes)
+        until(lambda: resident_bytes(ahead.tiers, stored)[Rung.HOST] == distinct_bytes)
 
         ahead.gateway.ping()
         assert ModelId(second) not in ahead.gateway.in_turn

@@ -48,8 +48,9 @@ def adapted(seed: int) -> StoredAdapter:
     return stored_adapter(NAME, seed)
 
 
-#: With the prompts: several adapters and bare requests in one batch.
-MIXED: Asked = (adapted(0), None, adapted(1), adapted(0), None, adapted(2))
+def mixed() -> Asked:
+    """With the prompts: several adapters and bare requests in one batch."""
+    return (adapted(0), None, adapted(1), adapted(0), None, adapted(2))
 
 
 def start(many: Workers, wanted: Asked, sampling: SamplingParams) -> list[int]:
@@ -62,7 +63,7 @@ def start(many: Workers, wanted: Asked, sampling: SamplingParams) -> list[int]:
 
 
 def ask(many: Workers, wanted: Asked, sampling: SamplingParams | None = None) -> list[list[int]]:
-    runs = start(many, wanted, sampling or greedy(20))
+    runs = start(many, wanted, sampling or greedy(10))
     return [answer.tokens for answer in many.gateways[0].until_ended(*runs)]
 
 
@@ -101,18 +102,17 @@ def wait_until_unused(many: Workers) -> None:
     raise AssertionError(f"{usages(many)}")
 
 
-@pytest.mark.parametrize("new_pool", [arena, pages])
-@pytest.mark.parametrize("cuts", [[1], [1, 2]])
+@pytest.mark.parametrize(("cuts", "new_pool"), [([1], arena), ([1, 2], pages)])
 def test_members_say_together_what_one_worker_says_with_adapters(
     tmp_path: Path, new_pool: NewPool, cuts: list[int]
 ) -> None:
-    expected = alone(tmp_path, MIXED)
-    assert expected != alone(tmp_path, [None] * len(MIXED))
+    expected = alone(tmp_path, mixed())
+    assert expected != alone(tmp_path, [None] * len(mixed()))
     with workers(tmp_path, new_pool, num_workers=len(cuts) + 1) as many:
         many.host(NAME, cuts)
-        assert [ask(many, MIXED) for _ in range(2)] == [expected] * 2
+        assert [ask(many, mixed()) for _ in range(2)] == [expected] * 2
         wait_until_unused(many)
-        sizes = {one.order.name: one.layout.num_bytes for one in MIXED if one is not None}
+        sizes = {one.order.name: one.layout.num_bytes for one in mixed() if one is not None}
         assert [{name: use.num_bytes for name, use in one.items()} for one in usages(many)] == [
             sizes for _ in many.gateways
         ]
@@ -223,8 +223,8 @@ def test_an_adapter_that_a_later_member_cannot_load_fails_its_request_alone(
     with workers(tmp_path, num_workers=len(cuts) + 1) as many:
         many.host(NAME, cuts)
         first = many.gateways[0]
-        fine = start(many, [None, adapted(1)], greedy(20))
-        broken = first.start(NAME, PROMPTS[0], greedy(20), adapter=adapted(0).order)
+        fine = start(many, [None, adapted(1)], greedy(10))
+        broken = first.start(NAME, PROMPTS[0], greedy(10), adapter=adapted(0).order)
         failed = first.until(RunFailed)
         assert failed.run == broken
         assert "/nowhere" in failed.reason
@@ -236,8 +236,8 @@ def test_an_adapter_without_room_on_a_later_member_fails_its_request_alone(tmp_p
     with workers(tmp_path, roomy_for(tmp_path, [2, 0])) as both:
         both.host(NAME, [1])
         first = both.gateways[0]
-        fine = start(both, [None, None], greedy(20))
-        broken = first.start(NAME, PROMPTS[0], greedy(20), adapter=adapted(0).order)
+        fine = start(both, [None, None], greedy(10))
+        broken = first.start(NAME, PROMPTS[0], greedy(10), adapter=adapted(0).order)
         failed = first.until(RunFailed)
         assert failed.run == broken
         assert "are promised almost all of" in failed.reason
@@ -260,7 +260,7 @@ def test_a_request_can_be_cancelled_while_a_later_member_loads_its_adapter(
         both.loaded(0), both.loaded(1)
         monkeypatch.setattr(LeaseClient, "open_adapter", late)
         first = both.gateways[0]
-        runs = start(both, [adapted(0), adapted(0)], greedy(20))
+        runs = start(both, [adapted(0), adapted(0)], greedy(10))
         first.cancel(runs[0])
         assert first.ping().adapters[0].num_waiting == 1
         may_open.set()
@@ -270,8 +270,7 @@ def test_a_request_can_be_cancelled_while_a_later_member_loads_its_adapter(
     assert answer.tokens == alone(tmp_path, [adapted(0), adapted(0)])[1]
 
 
-@pytest.mark.parametrize("new_pool", [arena, pages])
-@pytest.mark.parametrize("rooms", [[1, 1, 1], [3, 2, 1], [1, 2, 3]])
+@pytest.mark.parametrize(("rooms", "new_pool"), [([1, 1, 1], arena), ([3, 2, 1], pages), ([1, 2, 3], arena)])
 def test_adapters_of_ended_requests_are_evicted_on_all_members(
     tmp_path: Path, rooms: list[int], new_pool: NewPool
 ) -> None:
@@ -333,7 +332,7 @@ def test_a_dissolved_pipeline_leaves_no_adapter_in_use(tmp_path: Path, is_droppe
             gateway.drop(NAME) if is_dropped else gateway.retire(NAME)
         wait_until_unused(both)
         both.host(NAME, [1])
-        assert ask(both, MIXED) == alone(tmp_path, MIXED)
+        assert ask(both, mixed()) == alone(tmp_path, mixed())
 
 
 def test_a_pipeline_that_is_cut_off_while_adapters_load_is_noticed_without_a_step(
@@ -344,7 +343,7 @@ def test_a_pipeline_that_is_cut_off_while_adapters_load_is_noticed_without_a_ste
         both.host(NAME, [1])
         both.loaded(0), both.loaded(1)
         first = both.gateways[0]
-        start(both, [adapted(0)], greedy(20))
+        start(both, [adapted(0)], greedy(10))
         first.until(AdapterLoaded)
         both.gateways[1].drop(NAME)
         assert first.until(HostingFailed).is_cut_off

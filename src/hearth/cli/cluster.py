@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import sys
 from pathlib import Path
@@ -32,7 +31,7 @@ from hearth.cli.figures import duration
 from hearth.control.datadir import DataDir, is_held
 from hearth.core.config import ClusterConfig, parse_address, parse_duration
 from hearth.core.errors import ConfigError
-from hearth.node.credentials import MAX_NAME_CHARS, Authority, Credentials, keep_head
+from hearth.node.credentials import Authority, Credentials, keep_head, node_name
 from hearth.node.join import join as join_cluster
 from hearth.node.join import renew_if_due
 
@@ -189,7 +188,8 @@ async def _credentials(path: Path, address: str | None, token: str | None, name:
     """Return the credentials of this machine: those that it has, or new ones by the token."""
     known = Credentials.open(path)
     if address is not None and token is not None:
-        chosen = name or (_host_name() if known is None else known.name)
+        host = node_name(socket.gethostname().partition(".")[0])
+        chosen = name or (host if known is None else known.name)
         joined = await join_cluster(address, token, chosen, path)
         err.print(Text(f"joined the cluster of {address} as {joined.name}", style="dim"))
         return joined
@@ -229,8 +229,3 @@ def _own_address(cluster: ClusterConfig) -> str:
             raise ConfigError(
                 "no default route tells the address of this machine; give it by `--address HOST:PORT`"
             ) from None
-
-
-def _host_name() -> str:
-    host = socket.gethostname().partition(".")[0].lower()
-    return re.sub(r"[^a-z0-9]+", "-", host)[:MAX_NAME_CHARS].strip("-")

@@ -20,7 +20,7 @@ from hearth.cli.console import LOG_FORMAT
 from hearth.control.datadir import DataDir, ServiceFile
 from hearth.control.gateway import Gateway
 from hearth.control.service import keys_of, log_unused_memory, running
-from hearth.core.config import HearthConfig, ServiceConfig
+from hearth.core.config import HearthConfig, ServiceConfig, address_of
 from hearth.core.errors import ConfigError
 from hearth.node.devices import Devices, check_host_memory, resolve
 from hearth.node.process_log import STDERR, is_open_as
@@ -82,7 +82,7 @@ async def _serve(
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         log.info(
             "serving listening=%s url=%s workers=%d device=%s",
-            _address(*listener.getsockname()[:2]),
+            address_of(*listener.getsockname()[:2]),
             url,
             devices.num_workers,
             devices.kind,
@@ -171,8 +171,4 @@ def log_file(path: Path) -> Iterator[None]:
 
 def _url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://{_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"http://{address_of({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"

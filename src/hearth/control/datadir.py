@@ -12,7 +12,6 @@ snapshots/          snapshots of models, and the key that authenticates them (`s
 logs/               of the service, its processes and its events
 run/lock            held by the running service; released by the kernel when it dies
 run/deploying       held by running deployments
-run/lending         held by a keeper while it makes its socket
 run/service.json    the service's address and instance; valid only while the lock is held
 run/admin_token     authenticates commands of the directory's owner
 """

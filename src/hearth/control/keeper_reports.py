@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,8 @@ from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.views import HostMemoryView
 from hearth.core.errors import HearthError
 from hearth.core.node_messages import HeldChunks
-from hearth.core.types import LOCAL, Digest, ModelId, NodeId, Rung, name_of
+from hearth.core.types import LOCAL, Digest, NodeId, Rung, name_of
+from hearth.node.local_node import REPORT_SHARE
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
 from hearth.store.format.manifest import CHUNK_BYTES
@@ -62,7 +64,7 @@ class KeeperReports:
             self._is_residency_stale.set()
 
     def node_reported(self, node: NodeId, models: Sequence[HeldChunks]) -> None:
-        """Tell the brain what another node has of models."""
+        """Tell the brain what a node has of models."""
         held_by_digest = {held.model: held for held in models}
         for entry in self._catalog.entries():
             if (held := held_by_digest.get(Digest(entry.deployed.digest))) is not None:
@@ -134,14 +136,11 @@ class KeeperReports:
         while True:
             await self._is_residency_stale.wait()
             self._is_residency_stale.clear()
-            models: dict[str, list[ModelId]] = {}  # by digest: several names may share the same bytes
-            for entry in self._catalog.entries():
-                models.setdefault(entry.deployed.digest, []).append(entry.profile.model)
+            began_s = time.monotonic()
             try:
-                counted = await self._keeper.count(list(models))
+                report = await self._keeper.report()
             except (HearthError, OSError) as error:
                 log.warning("residency_unknown reason=%s", error)
                 continue
-            for digest, bytes_by_rung in counted.items():
-                for model in models.get(digest, ()):
-                    self._driver.post(events.ResidencyReported(self._driver.now_s, model, bytes_by_rung))
+            self.node_reported(LOCAL, report.models)
+            await asyncio.sleep((time.monotonic() - began_s) / REPORT_SHARE)  # many models have many chunks

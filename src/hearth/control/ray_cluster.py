@@ -14,7 +14,6 @@ import asyncio
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -29,10 +28,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hearth.control.datadir import DataDir
 from hearth.control.observe.log_rotation import LogRotation
-from hearth.core.config import ClusterConfig, HearthConfig, parse_address
+from hearth.core.config import ClusterConfig, HearthConfig, address_of, parse_address
 from hearth.core.errors import ConfigError, JoinRefused
 from hearth.node.agent import Agent
-from hearth.node.credentials import MAX_NAME_CHARS, Authority, Credentials, keep_head
+from hearth.node.credentials import Authority, Credentials, keep_head, node_name
 from hearth.node.devices import check_host_memory, resolve
 from hearth.node.join import join
 from hearth.node.process_log import ProcessLog
@@ -91,9 +90,8 @@ class RayNodes:
         self._config = config
         self._own_id = str(ray.get_runtime_context().get_node_id())
         self._uses_own_node = uses_own_node
-        self._head = cluster.address or _joined(
-            ray.util.get_node_ip_address(), parse_address(cluster.listen)[1]
-        )
+        port = parse_address(cluster.listen)[1]
+        self._head = cluster.address or address_of(ray.util.get_node_ip_address(), port)
         if not (cluster_path / "ca.key").exists():
             Authority.create(cluster_path, self._head)
         keep_head(cluster_path, self._head)
@@ -213,7 +211,7 @@ class RayNodes:
         return replace(
             self._config,
             service=replace(service, workers=None, device="cuda" if node.num_gpus else "cpu"),
-            cluster=replace(cluster, listen=_joined(node.address, port), address=None, labels=()),
+            cluster=replace(cluster, listen=address_of(node.address, port), address=None, labels=()),
         )
 
 
@@ -294,7 +292,7 @@ def usable(nodes: list[dict[str, object]], min_cpus: int) -> list[RayNode]:
         num_gpus, num_cpus = float(resources.get("GPU", 0.0)), float(resources.get("CPU", 0.0))
         if node["Alive"] and (num_gpus or 0 < min_cpus <= num_cpus):
             name, address = str(node["NodeName"]), str(node["NodeManagerAddress"])
-            found.append(RayNode(str(node["NodeID"]), address, _name_of(name), num_gpus, num_cpus))
+            found.append(RayNode(str(node["NodeID"]), address, node_name(name), num_gpus, num_cpus))
     return found
 
 
@@ -312,15 +310,6 @@ def bundles_of(alive: Collection[RayNode], num_wanted: int, min_cpus: int) -> li
     return [node.bundle for node in there] + (num_wanted - len(there)) * [
         there[-1].bundle if there else first
     ]
-
-
-def _name_of(ray_name: str) -> str:
-    """Return the name that a Ray node has in Hearth's cluster: by default its address, like 10-0-0-2."""
-    return re.sub(r"[^a-z0-9]+", "-", ray_name.lower())[:MAX_NAME_CHARS].strip("-")
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _cause(error: Exception) -> str:

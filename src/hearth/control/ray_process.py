@@ -6,7 +6,6 @@ Nodes then go on serving until Ray ends them, too, within a minute. The next pro
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import sys
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hearth.core.config import HearthConfig, load, plain
-from hearth.core.errors import ConfigError, HearthError, ServiceError, error_of
+from hearth.core.errors import ConfigError, HearthError
+from hearth.core.messages import ProcessAnswer
 from hearth.core.types import name_of
 from hearth.node import processes
 from hearth.policy.fleet.events import Action, AddWorkers, Event, ReleaseWorkers
@@ -65,19 +65,9 @@ class RayProcess:
                 "`hearth-inference[ray]` on all machines"
             )
         self._process = await processes.spawn("hearth.control.ray_process", self._setup, self._errors)
-        assert self._process.stdout is not None, "asked for a pipe"
-        try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), self._start_s)
-        except TimeoutError:
-            processes.kill(self._process)
-            raise ServiceError(
-                f"Ray was not reached within {self._start_s:g} s; look at `ray status`, or raise "
-                "`service.start_s`"
-            ) from None
-        answer = json.loads(line) if line else {"error": "", "reason": "Ray ended the process that asks it"}
-        if "error" in answer:
-            await processes.end(self._process)
-            raise error_of(answer["error"], answer["reason"])
+        await processes.answer_of(
+            self._process, "the connection to Ray", self._start_s, "look at `ray status`"
+        )
 
     def start(self) -> None:
         """Have nodes started. Call it when the head listens."""
@@ -130,9 +120,12 @@ class RayProcess:
         self._orders.write(b"\n")
 
 
-def main() -> int:
-    die_with_parent()
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=RaySetup)
+async def run() -> int:
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer
+    )
+    setup = msgspec.json.decode(await lines.readline(), type=RaySetup)
     config = load(
         None, {f"{name}.{key}": one for name, part in setup.sections.items() for key, one in part.items()}
     )
@@ -145,34 +138,33 @@ def main() -> int:
     try:
         nodes = RayNodes(config, Path(setup.cluster_path), uses_own_node=setup.uses_own_node)
     except HearthError as error:
-        print(json.dumps({"error": error.label, "reason": str(error)}), flush=True)
+        _say(ProcessAnswer(error.label, str(error)))
         return 1
-    print("{}", flush=True)
+    _say(ProcessAnswer())
     os.dup2(2, 1)  # what Ray prints is read from there
-    if sys.stdin.buffer.readline():  # the head listens
-        asyncio.run(_follow(nodes))
+    if await lines.readline():  # the head listens
+        await _follow(nodes, lines)
     return 0
 
 
-async def _follow(nodes: RayNodes) -> None:
+def _say(answer: ProcessAnswer) -> None:
+    print(msgspec.json.encode(answer).decode(), flush=True)
+
+
+async def _follow(nodes: RayNodes, lines: asyncio.StreamReader) -> None:
     """Run until the head closes standard input. Raises what ends it before."""
-    following = asyncio.create_task(nodes.follow())
-    obeying = asyncio.create_task(_obey(nodes))
-    await asyncio.wait((following, obeying), return_when=asyncio.FIRST_COMPLETED)
-    if following.done():
-        following.result()
-    obeying.result()
-
-
-async def _obey(nodes: RayNodes) -> None:
-    while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-        order = msgspec.json.decode(line, type=RayOrder)
-        if order.released is None:
-            nodes.add()
-        else:
-            nodes.release(order.released)
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(nodes.follow())
+        while line := await lines.readline():
+            order = msgspec.json.decode(line, type=RayOrder)
+            if order.released is None:
+                nodes.add()
+            else:
+                nodes.release(order.released)
+        following.cancel()
     await nodes.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    die_with_parent()
+    sys.exit(asyncio.run(run()))

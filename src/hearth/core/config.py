@@ -226,6 +226,10 @@ def parse_address(text: str) -> tuple[str, int]:
     return match[1] or match[2], port
 
 
+def address_of(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The settings of one deployed model, in a table of its own: [models.NAME]."""

@@ -114,6 +114,14 @@ class KeeperSetup(Struct, frozen=True):
     credentials: str | None = None  #: the directory of this node's certificate and key; None: no cluster
 
 
+class ProcessAnswer(Struct, frozen=True):
+    """The first line that the keeper, or the process that asks Ray, writes to its standard output."""
+
+    error: str | None = None  #: the label of what keeps it from starting; None: it is ready
+    reason: str = ""
+    reads_natively: bool = True  #: False: without a C compiler the interpreter reads chunks
+
+
 class KeeperPulse(Struct, frozen=True):
     """The keeper's answer to each further line of its standard input."""
 

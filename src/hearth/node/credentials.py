@@ -27,7 +27,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -110,8 +110,6 @@ class Authority:
 
     def __init__(self, path: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._path, self._certificate, self._key = path, certificate, key
-        #: The members, and which file had them.
-        self._known: tuple[tuple[int, int] | None, dict[str, _MemberRecord]] = (None, {})
         self.fingerprint = fingerprint_of(certificate)
         self.certificate_pem = certificate.public_bytes(serialization.Encoding.PEM)
 
@@ -250,14 +248,7 @@ class Authority:
         return certificate.public_bytes(serialization.Encoding.PEM)
 
     def _members(self) -> dict[str, _MemberRecord]:
-        """Read the file only if it was replaced: the event loop asks about each connection."""
-        path, file = self._path / "members.json", None
-        with suppress(FileNotFoundError):
-            status = path.stat()
-            file = status.st_ino, status.st_mtime_ns
-        if file != self._known[0]:
-            self._known = file, self._read("members.json", dict[str, _MemberRecord])
-        return dict(self._known[1])
+        return self._read("members.json", dict[str, _MemberRecord])
 
     def _valid_tokens(self) -> dict[str, _StoredToken]:
         now_s, stored = time.time(), self._read("tokens.json", dict[str, _StoredToken])
@@ -364,6 +355,11 @@ def signing_request(name: str, key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def fingerprint_of(certificate: x509.Certificate) -> str:
     return certificate.fingerprint(hashes.SHA256()).hex()
+
+
+def node_name(text: str) -> str:
+    """Return the name for a machine that is called `text` elsewhere: `10-0-0-2` for 10.0.0.2."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:MAX_NAME_CHARS].strip("-")
 
 
 def check_node_name(name: str) -> None:

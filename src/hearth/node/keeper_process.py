@@ -8,7 +8,6 @@ locked: a slow deletion explains a while, a deadlock any time beyond.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from asyncio.subprocess import Process
@@ -17,7 +16,7 @@ from contextlib import suppress
 
 import msgspec
 
-from hearth.core.errors import HearthError, ServiceError, error_of
+from hearth.core.errors import HearthError
 from hearth.core.messages import KeeperPulse, KeeperSetup
 from hearth.node import processes
 from hearth.node.processes import ErrorFile, Vigilance
@@ -48,22 +47,11 @@ class KeeperProcess:
 
     async def start(self) -> None:
         """Start the keeper and wait until it is ready. Raises HearthError."""
-        start_s = self._vigilance.start_s
-        self._process = process = await processes.spawn("hearth.store.keeper", self._setup, self._errors)
-        assert process.stdout is not None, "asked for a pipe"
-        try:
-            line = await asyncio.wait_for(process.stdout.readline(), start_s)
-        except TimeoutError:
-            processes.kill(process)
-            raise ServiceError(
-                f"the keeper of the store was not ready within {start_s:g} s; check that its disk responds, "
-                "or raise `service.start_s`"
-            ) from None
-        answer = json.loads(line) if line else {"error": "", "reason": "the keeper of the store died at once"}
-        if "error" in answer:
-            await processes.end(process)
-            raise error_of(answer["error"], answer["reason"])
-        self.reads_natively = bool(answer["reads_natively"])
+        self._process = await processes.spawn("hearth.store.keeper", self._setup, self._errors)
+        answer = await processes.answer_of(
+            self._process, "the keeper of the store", self._vigilance.start_s, "check that its disk responds"
+        )
+        self.reads_natively = answer.reads_natively
         self.trouble, self.num_failed_starts = None, 0
         self.num_starts += 1
         self.is_ready.set()

@@ -15,8 +15,8 @@ from typing import IO
 import msgspec
 
 from hearth.core.beacon import StepSigns
-from hearth.core.errors import ConfigError
-from hearth.core.messages import WorkerFarewell
+from hearth.core.errors import ConfigError, ServiceError, error_of
+from hearth.core.messages import ProcessAnswer, WorkerFarewell
 from hearth.policy.fleet.liveness import max_silence_s
 from hearth.system.crash import end_process
 
@@ -146,6 +146,27 @@ async def spawn(module: str, setup: msgspec.Struct, errors: ErrorFile, *descript
     with suppress(ConnectionError):  # it died at once: `wait` tells
         await process.stdin.drain()
     return process
+
+
+async def answer_of(process: Process, what: str, start_s: float, remedy: str) -> ProcessAnswer:
+    """Wait until a process is ready, and end one that will not be. Raises HearthError.
+
+    `what`: the process, for people. `remedy`: if it takes longer than `start_s`.
+    """
+    assert process.stdout is not None, "asked for a pipe"
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), start_s)
+    except TimeoutError:
+        kill(process)
+        late = f"{what} was not ready within {start_s:g} s"
+        raise ServiceError(f"{late}; {remedy}, or raise `service.start_s`") from None
+    if not line:
+        raise ServiceError(f"{what} died at once; the log says more")
+    answer = msgspec.json.decode(line, type=ProcessAnswer)
+    if answer.error is not None:
+        await end(process)
+        raise error_of(answer.error, answer.reason)
+    return answer
 
 
 def kill(process: WorkerProcess) -> None:

@@ -2,9 +2,9 @@
 
 In a cluster it also receives chunks from other nodes, and sends them its own.
 
-    python -m hearth.store.keeper     reads a `KeeperSetup` as a line on standard input; writes a line of JSON
-                                      to standard output, `ready` or an error; then answers each further
-                                      line by a `KeeperPulse`
+    python -m hearth.store.keeper     reads a `KeeperSetup` as a line on standard input; writes a
+                                      `ProcessAnswer` to standard output; then answers each further line by
+                                      a `KeeperPulse`
 
 The process ends when its standard input closes. It never touches a device. Its main thread only answers, so
 it answers at once however slow disk and object storage are.
@@ -12,7 +12,6 @@ it answers at once however slow disk and object storage are.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
@@ -25,7 +24,7 @@ import msgspec
 
 from hearth.core.config import StoreConfig
 from hearth.core.errors import HearthError
-from hearth.core.messages import KeeperPulse, KeeperSetup
+from hearth.core.messages import KeeperPulse, KeeperSetup, ProcessAnswer
 from hearth.store.tiers.read_hashed import is_native
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.lease_server import LeaseServer
@@ -84,22 +83,18 @@ def main() -> int:
             if setup.peers_socket is not None:
                 stack.enter_context(closing(PeerServer(tiers, Path(setup.peers_socket), credentials)))
         except HearthError as error:
-            _say({"error": error.label, "reason": str(error)})
+            _say(ProcessAnswer(error.label, str(error)))
             return 1
-        _say({"ready": True, "reads_natively": is_native()})
+        _say(ProcessAnswer(reads_natively=is_native()))
         probe = BooksProbe(tiers.pass_books)
         stack.enter_context(collect_when_idle())  # its threads leave hardly any garbage
         for _ in sys.stdin.buffer:  # until the parent closes it
-            _answer(KeeperPulse(probe.held_s()))
+            _say(KeeperPulse(probe.held_s()))
     return 0
 
 
-def _say(answer: dict[str, str | bool]) -> None:
-    print(json.dumps(answer), flush=True)
-
-
-def _answer(pulse: KeeperPulse) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(pulse) + b"\n")
+def _say(answer: ProcessAnswer | KeeperPulse) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
     sys.stdout.buffer.flush()
 
 

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from hearth.core.errors import HearthError, StoreError
-from hearth.core.types import Digest, Rung
+from hearth.core.errors import HearthError, StoreError, error_of
+from hearth.core.types import Digest
 from hearth.store.transfer.lease_messages import (
     AskReport,
-    BytesCounted,
-    CountBytes,
     CountRequests,
+    Done,
     ForgetModel,
     KeeperReport,
     KnownModels,
     LookUpstream,
     Message,
-    ModelForgotten,
-    ModelRequests,
-    ModelsKnown,
     Refused,
-    RequestsCounted,
     UpstreamSeen,
     encode,
-    error_of,
     parse,
 )
+
+T = TypeVar("T")
 
 #: The longest answer: some hundred bytes for each of thousands of models.
 MAX_LINE_BYTES = 16 << 20
@@ -46,7 +43,7 @@ class _UpstreamLookup:
 class KeeperClient:
     """Asks the keeper at a socket, over a connection for each question: the keeper may have been replaced.
 
-    Mutable; used on the event loop alone.
+    Mutable; used on the event loop alone. Raises StoreError where no keeper answers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,44 +51,19 @@ class KeeperClient:
         #: By source: running, or begun within `UPSTREAM_CACHE_S`.
         self._lookups: dict[str, _UpstreamLookup] = {}
 
-    async def count(self, digests: Sequence[str]) -> dict[str, Mapping[Rung, int]]:
-        """Return bytes by rung of opened models; a chunk counts on each rung. Raises StoreError."""
-        match await self._ask(CountBytes(tuple(map(Digest, digests)))):
-            case BytesCounted(models):
-                return {one.model: {Rung.HOST: one.host_bytes, Rung.DISK: one.disk_bytes} for one in models}
-            case other:
-                raise self._failure(other)
-
     async def report(self) -> KeeperReport:
-        match await self._ask(AskReport()):
-            case KeeperReport() as report:
-                return report
-            case other:
-                raise self._failure(other)
+        return await self._ask(AskReport(), KeeperReport)
 
     async def count_requests(self, num_by_digest: Mapping[Digest, int]) -> None:
-        """Tell how many requests have come for models since the last call. Raises StoreError as `count`."""
-        models = tuple(ModelRequests(digest, num) for digest, num in num_by_digest.items())
-        match await self._ask(CountRequests(models)):
-            case RequestsCounted():
-                return
-            case other:
-                raise self._failure(other)
+        """Tell how many requests have come for models since the last call."""
+        await self._ask(CountRequests(dict(num_by_digest)), Done)
 
     async def set_known_models(self, where_by_digest: Mapping[Digest, str]) -> None:
         """Tell where the models are that other nodes may ask for, in the place of all told before."""
-        match await self._ask(KnownModels(dict(where_by_digest))):
-            case ModelsKnown():
-                return
-            case other:
-                raise self._failure(other)
+        await self._ask(KnownModels(dict(where_by_digest)), Done)
 
     async def forget(self, where: str) -> None:
-        match await self._ask(ForgetModel(where)):
-            case ModelForgotten():
-                return
-            case other:
-                raise self._failure(other)
+        await self._ask(ForgetModel(where), Done)
 
     async def upstream_version(self, source: str, max_age_s: float) -> str:
         """Return the version of a model's source, from a lookup that runs or began within `max_age_s`.
@@ -122,18 +94,20 @@ class KeeperClient:
 
     async def look_upstream(self, source: str) -> str:
         """Return the version that a model's source has now, within seconds. Raises HearthError."""
-        match await self._ask(LookUpstream(source)):
-            case UpstreamSeen(version):
-                return version
-            case other:
-                raise self._failure(other)
+        return (await self._ask(LookUpstream(source), UpstreamSeen)).version
 
-    async def _ask(self, question: Message) -> Message | None:
+    async def _ask(self, question: Message, kind: type[T]) -> T:
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await self._answer(question)
+                answer = await self._answer(question)
         except TimeoutError:
             raise StoreError(f"the keeper at `{self._path}` has not answered for {ANSWER_S:g} s") from None
+        if isinstance(answer, kind):
+            return answer
+        if isinstance(answer, Refused):
+            raise error_of(answer.error, answer.reason)
+        said = "nothing" if answer is None else type(answer).__name__
+        raise StoreError(f"the keeper at `{self._path}` answered {said}")
 
     async def _answer(self, question: Message) -> Message | None:
         try:
@@ -149,9 +123,3 @@ class KeeperClient:
         finally:
             writer.close()
         return parse(line) if line else None
-
-    def _failure(self, answer: Message | None) -> Exception:
-        if isinstance(answer, Refused):
-            return error_of(answer)
-        said = "nothing" if answer is None else type(answer).__name__
-        return StoreError(f"the keeper at `{self._path}` answered {said}")

@@ -9,22 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hearth.policy.multicast.schedules import (
-    Schedule,
-    Send,
-    binomial_pipeline,
-    chain,
-    multicast,
-    one_by_one,
-    rotated_orders,
-    tree,
-)
+from bench.cluster.schedules import chain, one_by_one, tree
+from hearth.policy.multicast.schedules import Schedule, Send, multicast, rotated_orders
 
 num_nodes = st.integers(1, 40)
 num_parts = st.integers(1, 24)
 schedules = st.one_of(
     st.builds(multicast, st.integers(1, 6), st.integers(0, 30), num_parts),
-    *(st.builds(build, num_nodes, num_parts) for build in (binomial_pipeline, chain, tree, one_by_one)),
+    *(st.builds(build, num_nodes, num_parts) for build in (chain, tree, one_by_one)),
 )
 
 
@@ -103,7 +95,7 @@ def test_a_node_pulls_each_part_in_the_order_of_its_arrivals(schedule: Schedule)
 
 @given(st.integers(2, 80), num_parts)
 def test_a_binomial_pipeline_takes_the_least_rounds_possible(num_nodes: int, num_parts: int) -> None:
-    num_rounds = rounds(binomial_pipeline(num_nodes, num_parts))
+    num_rounds = rounds(multicast(1, num_nodes - 1, num_parts))
     assert num_rounds == num_parts + log2_up(num_nodes) - 1
 
 

@@ -23,6 +23,7 @@ from tests.store.stored import (
     WEIGHTS_BYTES,
     all_chunks,
     consume,
+    resident_bytes,
     serving,
     stored_at,
     tiers_at,
@@ -290,7 +291,7 @@ class TestWrongClaim:
         with tiers_at(tmp_path / "root") as tiers:
             assert load(tiers, tmp_path / "victim") == data
             hostile = tiers.open(tmp_path / "hostile")
-            assert tiers.resident_bytes(hostile)[Rung.HOST] == 0
+            assert resident_bytes(tiers, hostile)[Rung.HOST] == 0
             with pytest.raises(StoreError):
                 consume(tiers.fetch(hostile, all_chunks(hostile)))
 

@@ -26,6 +26,7 @@ from tests.store.stored import (
     all_chunks,
     consume,
     files_of,
+    resident_bytes,
     serving,
     stored_at,
     tiers_at,
@@ -206,7 +207,7 @@ class TestVersion:
         assert tiers.open(old) is kept
         tiers.fetcher.close()  # waits for what is written on the side
         tiers.forget(new)
-        assert tiers.resident_bytes(kept)[Rung.DISK] == kept.manifest.num_bytes
+        assert resident_bytes(tiers, kept)[Rung.DISK] == kept.manifest.num_bytes
         assert (kept.directory / MANIFEST).exists()
 
     def test_a_chunk_that_is_gone_with_its_version_says_so_and_costs_nobody_else(
@@ -303,12 +304,12 @@ class TestForget:
 
     def test_the_files_of_a_directory_are_their_owner_s(self, tiers: Tiers, source: Path) -> None:
         model = tiers.open(source)
-        assert tiers.resident_bytes(model)[Rung.DISK] == model.manifest.num_bytes
+        assert resident_bytes(tiers, model)[Rung.DISK] == model.manifest.num_bytes
 
         tiers.forget(source)
 
         assert (source / MANIFEST).exists()
-        assert tiers.resident_bytes(model) == {Rung.HOST: 0, Rung.DISK: 0}
+        assert resident_bytes(tiers, model) == {Rung.HOST: 0, Rung.DISK: 0}
 
 
 def test_tiers_that_keep_nothing_have_few_cells_and_give_them_back(tmp_path: Path) -> None:
@@ -323,5 +324,5 @@ def test_tiers_that_keep_nothing_have_few_cells_and_give_them_back(tmp_path: Pat
             assert all(chunk.delivery is not None for chunk in chunks)  # also the second time
             fetch.release(*chunks)
         assert tiers.segment.num_bytes == CPU_HOST_BYTES
-        assert tiers.resident_bytes(model)[Rung.HOST] == 0
+        assert resident_bytes(tiers, model)[Rung.HOST] == 0
         assert os.fstat(tiers.segment.fd).st_blocks == 0

@@ -364,7 +364,7 @@ def test_a_load_passes_nothing_on_where_the_first_cells_are_not_pinned_or_all_ar
     rig.driver.may_register.set()
     rig.tiers.segment.touch_in_background()
     rig.lease_client.segment.wait_pinned()
-    assert not rig.lease_client._may_pass_through()
+    assert not rig.lease_client._question(rig.opened, [0]).pass_through
 
 
 def test_until_it_is_time_nothing_is_pinned_that_no_load_needs(rig: Rig) -> None:

@@ -41,11 +41,6 @@ class Schedule:
     sends: tuple[Send, ...]  #: in order; a part reaches a node before the node sends it
 
 
-def binomial_pipeline(num_nodes: int, num_parts: int) -> Schedule:
-    """Send the model from node 0 to all others in `num_parts` + ceil(log2(`num_nodes`)) - 1 rounds."""
-    return multicast(1, num_nodes - 1, num_parts)
-
-
 def multicast(num_sources: int, num_receivers: int, num_parts: int) -> Schedule:
     """Send the model from several nodes to others: a binomial pipeline per source (Algorithm 1).
 
@@ -70,31 +65,6 @@ def rotated_orders(num_orders: int, num_parts: int) -> list[list[int]]:
     """
     starts = [index * num_parts // num_orders for index in range(num_orders)]
     return [[*range(start, num_parts), *range(start)] for start in starts]
-
-
-def chain(num_nodes: int, num_parts: int) -> Schedule:
-    """Baseline: every node forwards each part to the next node."""
-    return _forward(range(num_nodes - 1), num_parts)
-
-
-def tree(num_nodes: int, num_parts: int) -> Schedule:
-    """Baseline, as in FaaSNet: every node forwards each part to its two children in a binary tree."""
-    return _forward([(node - 1) // 2 for node in range(1, num_nodes)], num_parts)
-
-
-def one_by_one(num_nodes: int, num_parts: int) -> Schedule:
-    """Baseline: node 0 sends the whole model to one node after another."""
-    sends = (Send(part, 0, target) for target in range(1, num_nodes) for part in range(num_parts))
-    return Schedule(num_parts, (tuple(range(num_nodes)),), tuple(sends))
-
-
-def _forward(parents: Sequence[int], num_parts: int) -> Schedule:
-    """Send each part along a tree; `parents` are those of nodes 1, 2 and so on."""
-    sends = (Send(part, parent, node) for part in range(num_parts) for node, parent in enumerate(parents, 1))
-    return Schedule(num_parts, (tuple(range(len(parents) + 1)),), tuple(sends))
-
-
-# --- The binomial pipeline ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

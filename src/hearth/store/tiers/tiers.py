@@ -234,14 +234,6 @@ class Tiers:
         resident = set(self.fetcher.resident(indices))
         return sorted(index for chunk_id, index in indices.items() if chunk_id not in resident)
 
-    def resident_bytes(self, model: StoredModel) -> dict[Rung, int]:
-        """Return how much of a model lies in host memory and on disk; a chunk in both counts in both."""
-        sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
-        return {
-            Rung.HOST: self.host_bytes(model),
-            Rung.DISK: sum(size for chunk_id, size in sizes.items() if self.disk.holds(chunk_id)),
-        }
-
     def host_bytes(self, model: StoredModel) -> int:
         sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
         return sum(sizes[chunk_id] for chunk_id in self.fetcher.resident(sizes))

@@ -8,11 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
-from hearth.core.errors import KeeperGone, LoadCancelled, ModelNotOpen, StoreError
+from hearth.core.errors import KeeperGone, LoadCancelled, ModelNotOpen, StoreError, error_of
 from hearth.core.types import Digest
 from hearth.store.format.adapter_manifest import AdapterManifest, of_adapter
 from hearth.store.format.description import Descriptions
@@ -30,8 +29,6 @@ from hearth.store.transfer.lease_messages import (
     PrefetchModel,
     Refused,
     ServerHello,
-    encode,
-    error_of,
     parse,
     received,
     send,
@@ -39,8 +36,6 @@ from hearth.store.transfer.lease_messages import (
 from hearth.store.transfer.staging_buffers import StagingBuffers
 
 MAX_HELLO_BYTES = 4096
-#: Encoded questions kept for `request`: the same adapters are asked for again and again.
-MAX_QUESTIONS = 4096
 MAX_IDLE = 4
 
 
@@ -84,14 +79,6 @@ class LeaseRequest:
 
     def close(self) -> None:
         self.connection.close()
-
-
-@lru_cache(maxsize=MAX_QUESTIONS)
-def _encoded(
-    digest: Digest, directory: str, chunks: tuple[int, ...], *, pass_through: bool
-) -> tuple[LeaseChunks, bytes]:
-    question = LeaseChunks(digest, directory, chunks, pass_through)
-    return question, encode(question)
 
 
 class LeaseClient:
@@ -177,8 +164,8 @@ class LeaseClient:
         match answer:
             case ModelOpened():
                 return answer, where
-            case Refused():
-                raise error_of(answer)
+            case Refused(label, reason):
+                raise error_of(label, reason)
             case _:
                 raise self._nonsense(answer)
 
@@ -200,11 +187,9 @@ class LeaseClient:
         """
         if (connection := self._take_idle()) is None:
             return None
-        question, line = _encoded(
-            model.digest, model.directory, tuple(chunks), pass_through=self._may_pass_through()
-        )
+        question = self._question(model, chunks)
         try:
-            connection.send_encoded(line)
+            connection.send(question)
         except OSError:  # its keeper is gone
             connection.close()
             return None
@@ -220,11 +205,7 @@ class LeaseClient:
         if request is not None and (request.model is not model or request.question.chunks != tuple(chunks)):
             request.close()
             request = None
-        question = (
-            LeaseChunks(model.digest, model.directory, tuple(chunks), self._may_pass_through())
-            if request is None
-            else request.question
-        )
+        question = self._question(model, chunks) if request is None else request.question
         try:
             return self._grant(model.name, question, request)
         except ModelNotOpen:  # the keeper was started again, or has forgotten the model
@@ -242,14 +223,15 @@ class LeaseClient:
             return grant
         connection.close()
         if isinstance(answer, Refused):
-            raise error_of(answer)
+            raise error_of(answer.error, answer.reason)
         raise self._gone() if answer is None else self._nonsense(answer)
 
-    def _may_pass_through(self) -> bool:
-        """True if the first cells are pinned and others are not: see `LeaseChunks.pass_through`."""
+    def _question(self, model: Opened[StoredManifest], chunks: Sequence[int]) -> LeaseChunks:
+        """Chunks may pass through if the first cells are pinned and others are not."""
         segment = self.segment
         first_cells = range(min(NUM_FIRST_CELLS, segment.num_cells))
-        return not segment.is_all_pinned and all(map(segment.is_pinned, first_cells))
+        may_pass_through = not segment.is_all_pinned and all(map(segment.is_pinned, first_cells))
+        return LeaseChunks(model.digest, model.directory, tuple(chunks), may_pass_through)
 
     # Connections.
 
@@ -361,8 +343,8 @@ class HostPrefetch:
         match message:
             case ModelPrefetched(host_bytes):
                 return host_bytes >= self._model.distinct_bytes
-            case Refused() as refused:
-                raise error_of(refused)
+            case Refused(label, reason):
+                raise error_of(label, reason)
         if self._is_cancelled:
             raise LoadCancelled(f"the prefetch of `{self._model.name}` was cancelled")
         raise StoreError(f"the keeper that prefetched `{self._model.name}` is gone; ask again")

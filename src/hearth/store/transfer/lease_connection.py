@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from hearth.core.errors import HearthError, KeeperGone, LoadCancelled
+from hearth.core.errors import HearthError, KeeperGone, LoadCancelled, error_of
 from hearth.store.tiers.segment import Segment
 from hearth.store.transfer.fetch import HostChunk
 from hearth.store.transfer.lease_messages import (
@@ -21,7 +21,6 @@ from hearth.store.transfer.lease_messages import (
     Message,
     Refused,
     ReleaseChunks,
-    error_of,
     parse,
     send,
 )
@@ -41,9 +40,6 @@ class LeaseConnection:
     def send(self, *messages: Message) -> None:
         """Raises OSError if the keeper is gone."""
         send(self._connection, *messages)
-
-    def send_encoded(self, line: bytes) -> None:
-        self._connection.sendall(line)
 
     def read(self) -> Message | None:
         """Return the next message, or None if the keeper is gone or the connection closed."""
@@ -209,7 +205,7 @@ class Grant:
         if self._is_cancelled:
             return LoadCancelled(f"the load of `{self._name}` was cancelled")
         if isinstance(message, Refused):
-            return error_of(message)
+            return error_of(message.error, message.reason)
         return KeeperGone(f"the keeper that leased chunks of `{self._name}` is gone; load the model again")
 
     def _hang_up_if_done(self) -> None:

@@ -8,11 +8,9 @@
     ReleaseChunks, until all are          ...
     CancelLease                           leases no more chunks; leased ones stay leased
     PrefetchModel                         ModelPrefetched | Refused
-    CountBytes                            BytesCounted
-    CountRequests                         RequestsCounted
-    ForgetModel                           ModelForgotten
+    CountRequests, KnownModels            Done
+    ForgetModel                           Done | Refused
     LookUpstream                          UpstreamSeen | Refused
-    KnownModels                           ModelsKnown
     AskReport                             KeeperReport
     (closes, or dies)                     takes back all unreleased chunks
 
@@ -31,7 +29,6 @@ from typing import get_args
 
 import msgspec
 
-from hearth.core import errors
 from hearth.core.errors import HearthError, StoreError
 from hearth.core.node_messages import HeldChunks, LinkSpeed
 from hearth.core.types import Digest
@@ -108,40 +105,10 @@ class ModelPrefetched:
 
 
 @dataclass(frozen=True, slots=True)
-class CountBytes:
-    models: tuple[Digest, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelBytes:
-    """Bytes of a model by rung. A chunk on both rungs counts on both."""
-
-    model: Digest
-    host_bytes: int
-    disk_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class BytesCounted:
-    models: tuple[ModelBytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRequests:
-    model: Digest
-    num_requests: int
-
-
-@dataclass(frozen=True, slots=True)
 class CountRequests:
     """Requests since the last message of this kind: they price chunks."""
 
-    models: tuple[ModelRequests, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestsCounted:
-    """The answer to `CountRequests`."""
+    num_by_model: dict[Digest, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +116,6 @@ class ForgetModel:
     """A model is no longer deployed, so its chunks lose their price."""
 
     where: str  #: as in `OpenModel`
-
-
-@dataclass(frozen=True, slots=True)
-class ModelForgotten:
-    """The answer to `ForgetModel`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +136,8 @@ class KnownModels:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelsKnown:
-    """The answer to `KnownModels`."""
+class Done:
+    """The answer to messages that ask for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +156,7 @@ class KeeperReport:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    error: str  #: the class of the error
+    error: str  #: the label of the error
     reason: str
 
 
@@ -209,16 +171,12 @@ Message = (
     | CancelLease
     | PrefetchModel
     | ModelPrefetched
-    | CountBytes
-    | BytesCounted
     | CountRequests
-    | RequestsCounted
     | ForgetModel
-    | ModelForgotten
     | LookUpstream
     | UpstreamSeen
     | KnownModels
-    | ModelsKnown
+    | Done
     | AskReport
     | KeeperReport
     | Refused
@@ -247,14 +205,7 @@ def received(connection: socket.socket) -> Generator[Message]:
 
 
 def refusal(error: HearthError) -> Refused:
-    return Refused(type(error).__name__, str(error))
-
-
-def error_of(refused: Refused) -> HearthError:
-    kind = getattr(errors, refused.error, None)
-    if isinstance(kind, type) and issubclass(kind, HearthError):
-        return kind(refused.reason)
-    return StoreError(refused.reason)
+    return Refused(error.label, str(error))
 
 
 def parse(line: bytes) -> Message:

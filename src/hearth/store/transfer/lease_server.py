@@ -6,23 +6,22 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from hearth.core.errors import ChunkMissing, HearthError, LoadCancelled, ModelNotOpen, StoreError
-from hearth.core.types import Digest, Rung
+from hearth.core.types import Digest
 from hearth.store.tiers.model import StoredModel
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.tiers.upstream import version_now
 from hearth.store.transfer.fetch import Fetch, HostChunk
 from hearth.store.transfer.lease_messages import (
     AskReport,
-    BytesCounted,
     CancelLease,
     ChunkLeased,
-    CountBytes,
     CountRequests,
+    Done,
     ForgetModel,
     KeeperReport,
     KnownModels,
@@ -30,16 +29,11 @@ from hearth.store.transfer.lease_messages import (
     LeaseGranted,
     LookUpstream,
     Message,
-    ModelBytes,
-    ModelForgotten,
     ModelOpened,
     ModelPrefetched,
-    ModelRequests,
-    ModelsKnown,
     OpenModel,
     PrefetchModel,
     ReleaseChunks,
-    RequestsCounted,
     ServerHello,
     UpstreamSeen,
     encode,
@@ -182,17 +176,16 @@ class _Session:
             case CancelLease():
                 if self._fetch is not None:
                     self._fetch.cancel()
-            case CountBytes(digests):
-                self._send(self._count(digests))
-            case CountRequests(models):
-                self._send(self._count_requests(models))
+            case CountRequests(num_by_model):
+                self._count_requests(num_by_model)
+                self._send(Done())
             case ForgetModel(where):
                 self._send(self._answer(where, lambda: self._forget(where)))
             case LookUpstream(source):
                 self._send(self._answer(source, lambda: UpstreamSeen(version_now(source))))
             case KnownModels(where_by_digest):
                 self._tiers.set_known_models(where_by_digest)
-                self._send(ModelsKnown())
+                self._send(Done())
             case AskReport():
                 self._send(self._report())
             case _:
@@ -216,15 +209,6 @@ class _Session:
         host_bytes = self._tiers.host_bytes(model)
         return ModelOpened(model.name, str(model.directory), model.manifest.digest, host_bytes)
 
-    def _count(self, digests: Sequence[Digest]) -> BytesCounted:
-        counted = []
-        models = {digest: model for (digest, _), model in list(self._models.items())}  # any copy will do
-        for digest in digests:
-            if (model := models.get(digest)) is not None:
-                num_bytes = self._tiers.resident_bytes(model)
-                counted.append(ModelBytes(digest, num_bytes[Rung.HOST], num_bytes[Rung.DISK]))
-        return BytesCounted(tuple(counted))
-
     def _report(self) -> KeeperReport:
         tiers, peers = self._tiers, self._tiers.peers
         return KeeperReport(
@@ -235,21 +219,21 @@ class _Session:
             num_not_kept=tiers.disk.counters.num_not_kept,
         )
 
-    def _count_requests(self, models: Sequence[ModelRequests]) -> RequestsCounted:
-        for one in models:
-            if one.num_requests < 1:
-                given = f"{one.num_requests} for model {one.model}"
-                raise StoreError(f"a count of requests must be at least 1; given: {given}")
-            self._tiers.prices.requests_came(one.model, one.num_requests)
-        return RequestsCounted()
+    def _count_requests(self, num_by_model: Mapping[Digest, int]) -> None:
+        for model, num_requests in num_by_model.items():
+            if num_requests < 1:
+                raise StoreError(
+                    f"a count of requests must be at least 1; given: {num_requests} for model {model}"
+                )
+            self._tiers.prices.requests_came(model, num_requests)
 
-    def _forget(self, where: str) -> ModelForgotten:
+    def _forget(self, where: str) -> Done:
         """Forget a model that is no longer deployed; a load of it keeps what it needs."""
         directory = self._tiers.forget(where)
         for key in list(self._models):
             if key[1] == str(directory):
                 self._models.pop(key, None)
-        return ModelForgotten()
+        return Done()
 
     def _model_to_load(self, digest: Digest, directory: str) -> StoredModel | None:
         self._end_load()
