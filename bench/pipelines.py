@@ -208,7 +208,8 @@ def _serve(fd: int, inlet_fd: int, results_fd: int, is_shared: int, core: int, i
             send_result(results, StageResult("bench", message.plan.step_id, StepResult([], None, [])))
         elif isinstance(message, StageStep):
             if (pending := stage.take(message, hidden)) is not None:
-                send_result(results, StageResult("bench", message.plan.step_id, pending.wait()))
+                stage_s = stage.timed(message).stage_s
+                send_result(results, StageResult("bench", message.plan.step_id, pending.wait(), stage_s))
         else:
             stage.take(message, None)
 

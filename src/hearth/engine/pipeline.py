@@ -88,10 +88,14 @@ class PipelineRunner(Runner):
 
     @property
     def stage_times(self) -> StageTimes | None:
+        stage_s = self._stage_s
+        return StageTimes(stage_s, median_low(self._hops_s)) if stage_s and self._hops_s else None
+
+    @property
+    def _stage_s(self) -> tuple[float, ...]:
+        """The time of each stage; empty: not all are known."""
         stage_s = (self._clock.seconds, *self._later_s)
-        if not self._hops_s or not all(stage_s):
-            return None
-        return StageTimes(stage_s, median_low(self._hops_s))
+        return stage_s if self._later_s and all(stage_s) else ()
 
     @property
     def num_flights(self) -> int:
@@ -144,8 +148,7 @@ class PipelineRunner(Runner):
     def _note_times(self, step: PipelineStep, later_s: tuple[float, ...]) -> None:
         """Learn from a decode step that no other one held up: what no stage computed was on its way."""
         self._later_s = later_s
-        stage_s = (self._clock.seconds, *later_s)
-        if step.is_alone and not step.plan.prompts and all(stage_s):
+        if step.is_alone and not step.plan.prompts and (stage_s := self._stage_s):
             self._hops_s.append(max(0.0, time.perf_counter() - step.began_s - sum(stage_s)))
 
     def close(self) -> None:
