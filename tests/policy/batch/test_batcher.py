@@ -859,8 +859,9 @@ def test_with_room_for_all_no_salt_changes_what_another_finds(
                 num_cached[number] = admission.num_cached_tokens
         return num_cached
 
-    together = found({salt for _, salt in asked})
-    for _, salt in asked:
+    salts = {salt for _, salt in asked}
+    together = found(salts)
+    for salt in salts:
         alone = found({salt})
         assert alone == {number: together[number] for number in alone}
 
