@@ -77,6 +77,11 @@ class SteppedLoads:
         is_from_peer = arrived_s > end_s
         hosted.load = LoadUnderWay(begin_s, max(end_s, arrived_s), num_bytes, is_from_peer=is_from_peer)
 
+    def cancel(self, hosted: SteppedModel, now_s: float) -> None:
+        """Note that a model leaves, perhaps while it is loaded: the bus is free for the next load."""
+        if (load := hosted.load) is not None and load.num_bytes:
+            self._bus_free_s = max(now_s, self._bus_free_s - (load.end_s - max(now_s, load.began_s)))
+
     def begin_front(self, now_s: float) -> None:
         if self._turns is None or self.is_any_under_way:
             return

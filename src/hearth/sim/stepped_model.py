@@ -80,6 +80,7 @@ WorkerOrder = HostOrder | StartOrder | Evict | SetHold | CancelRun
 class TokensSent:
     at_s: Sequence[float]
     request_ids: tuple[RequestId, ...]
+    model: ModelId  #: as its worker hosts it
 
 
 @dataclass(frozen=True, slots=True)
