@@ -9,7 +9,7 @@ import pytest
 
 from hearth.control.requests.active_request import ActiveRequest, ActiveRequests
 from hearth.control.requests.generation import AnswerStream
-from hearth.core.types import ModelId, RequestId, SamplingParams, WorkerId
+from hearth.core.types import ModelId, RequestId, SamplingParams, WorkerId, pipeline_name
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
 
@@ -62,6 +62,16 @@ def test_a_lost_worker_has_no_runs_and_a_broken_model_only_its_own(tokenizer: To
     requests.detach(W0)
     assert list(requests.by_run.values()) == [elsewhere]
     assert len(requests.by_id) == 3, "they go on elsewhere"
+
+
+def test_requests_on_stages_beside_the_whole_model_leave_only_with_these(tokenizer: Tokenizer) -> None:
+    requests, (whole, staged) = added(tokenizer, A, A)
+    requests.start_run(whole, W0, A)
+    requests.start_run(staged, W0, pipeline_name(A, 1))
+    requests.detach(W0, A)
+    assert list(requests.by_run.values()) == [staged]
+    requests.detach(W0, pipeline_name(A, 1))
+    assert not requests.by_run
 
 
 def test_a_request_ends_once_and_waiting_is_over_with_the_last(tokenizer: Tokenizer) -> None:

@@ -238,7 +238,8 @@ def form_pipeline(fleet: Fleet, replica: Replica, plan: PipelinePlan) -> list[Ac
     fleet.add(replica)
     name = replica.model.name
     members = tuple(Member(one.worker.name, one.begin, one.end) for one in plan.stages)
-    pipeline = Pipeline(f"{name}-{replica.number}", 1, members, plan.num_blocks)
+    unique = name if replica.is_temporary else f"{name}-{replica.number}"
+    pipeline = Pipeline(unique, 1, members, plan.num_blocks)
     needs = [(one.worker.name, one.footprint) for one in plan.stages]
     return [
         LoadModel(name, worker, one.min_kv_bytes, one.max_kv_bytes, one.promise, pipeline)
