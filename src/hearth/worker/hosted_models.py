@@ -132,7 +132,7 @@ class HostedModels:
         return [one for name, one in self.hosted.items() if name != model and model_of(name) == model]
 
     def _load_behind_stage(self, stage: ModelId) -> None:
-        """Have the rest of a model be loaded behind a stage of it, which has its weights or is gone."""
+        """Have the rest of a model be loaded behind a stage of it, which has its weights."""
         hosted = self.hosted.get(model_of(stage))
         if hosted is not None and hosted.model != stage:
             self.turns.awaited(hosted)
@@ -199,7 +199,6 @@ class HostedModels:
         self.turns.forget(model)
         self.reclaimer.drop(model)
         self.reclaimer.reload_costs.forget(model)
-        self._load_behind_stage(model)
         self.limit_torch()
         log.info("model_dropped model=%s", model)
 

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.core.types import ModelId, NodeId, Rung, WorkerId, node_of
+from hearth.policy.fleet.audit import audit
+from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     Action,
     BrainConfig,
@@ -29,8 +31,11 @@ from hearth.policy.fleet.events import (
     Why,
     WorkerJoined,
 )
+from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.fleet_state import restore
 from hearth.policy.fleet.residents import State, list_residents
 from tests.policy.fleet.test_brain import Desk, of, sent
+from tests.policy.fleet.test_fleet_state import encoded, values
 from tests.policy.fleet.world import ALWAYS, KINDS, World, profile, staged
 
 M = staged("m", num_layers=6, max_seqs=2)
@@ -293,6 +298,23 @@ def test_whatever_happens_every_request_ends_once(
     assert not world.cluster.requests
     assert world.cluster.num_arrived == world.cluster.num_ended
     assert not world.fleet.loading_pipelines
+
+
+@pytest.mark.parametrize("num_before", [6, 7, 8, 9])
+def test_a_fleet_with_a_pipeline_is_restored_and_decides_the_same(num_before: int) -> None:
+    moves = [("arrive", 2)] * 6 + [("wait", 0), ("ready", 3), ("ready", 4), ("arrive", 2), ("finish", 0)]
+    config = BrainConfig(while_loading=ALWAYS)
+    world, num_pipelines = lived(config, [*moves, *[("ready", 0)] * 6, ("drain_node", 0), ("finish", 0)])
+    assert num_pipelines == 1
+    num_before += 6  # workers and models
+    fleet = Fleet(config)
+    for event in world.events[:num_before]:
+        step(fleet, event)
+    restored = restore(config, encoded(fleet))
+    assert list(values(restored)) == list(values(fleet))
+    audit(restored)
+    for event, actions in list(zip(world.events, world.actions, strict=True))[num_before:]:
+        assert step(restored, event) == actions
 
 
 def test_a_life_with_bursts_has_pipelines() -> None:
