@@ -93,3 +93,18 @@ def test_a_stage_that_is_dropped_before_it_is_loaded_holds_up_no_load(tmp_path: 
         host(both)
         first.drop(STAGES)
         await_whole(first)
+
+
+def test_mapped_pages_of_a_stage_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    with workers(tmp_path, pages) as both:
+        both.host(NAME, [1], STAGES)
+        both.loaded(0), both.loaded(1)
+        for gateway in both.gateways:
+            whole = gateway.load(NAME, converted(NAME, chunk_bytes=PAGE_BYTES), max_context=CONTEXT)
+            assert whole.reused_bytes > 0
+        first, last = both.gateways
+        first.drop(STAGES)
+        last.drop(STAGES)
+        told = [answer.tokens for answer in (last.ask(NAME, prompt, greedy(20)) for prompt in PROMPTS)]
+        assert both.ask(NAME, PROMPTS, greedy(20)) == told
+    assert told == alone(tmp_path, PROMPTS, greedy(20))
