@@ -303,9 +303,12 @@ class SteppedWorker:
         hosted.is_assembled, hosted.is_returning = True, False
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)
-            whole = model_of(model)
-            if whole != model and whole in self.hosted and not self.loads.is_loaded(whole):
+        whole = model_of(model)
+        if whole != model and whole in self.hosted and not self.loads.is_loaded(whole):
+            if self.turns is not None:
                 self.turns.awaited(whole, self._now_s)
+            if self._is_in_turn(whole):
+                self._load(whole)
         uses = self.loads.uses_of(load)
         self._facts.append(ModelReady(self._now_s, self.name, model, uses, self._now_s - load.began_s))
         self._facts.append(DeviceReported(self._now_s, self.name, self.reclaimer.count_device_bytes()))
