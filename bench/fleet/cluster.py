@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.fleet.worker import SimulatedReplica, SimulatedWorker
-from hearth.core.types import ModelId, RequestId, WorkerId
+from hearth.core.types import ModelId, RequestId, WorkerId, model_of
 from hearth.policy.fleet.events import (
     Action,
     CancelRun,
@@ -49,6 +49,7 @@ class SimulatedRequest:
     model: ModelId
     digest: str  #: of the version that was deployed when it arrived
     worker: WorkerId | None = None  #: None while it waits
+    hosted: ModelId | None = None  #: its model, as that worker hosts it
     num_dispatches: int = 0
 
 
@@ -87,7 +88,9 @@ class SimulatedCluster:
             for model, replica in worker.replicas.items():
                 for request_id in replica.running:
                     request = self.requests[request_id]
-                    assert (request.worker, request.model) == (worker.name, model), f"{request_id=} {request}"
+                    assert (request.worker, request.hosted) == (worker.name, model), (
+                        f"{request_id=} {request}"
+                    )
         assert self.num_arrived == self.num_ended + len(self.requests)
 
     def _happen(self, event: Event) -> None:
@@ -115,7 +118,7 @@ class SimulatedCluster:
             case RequestFinished(_, request_id, _, how) if request_id in self.requests:
                 request = self.requests[request_id]
                 if how is not End.STOPPED and request.worker is not None:
-                    self.workers[request.worker].finish_run(request_id, request.model)
+                    self.workers[request.worker].finish_run(request_id, request.hosted or request.model)
                 self._end(request_id)
             case RequestCancelled(_, request_id) if request_id in self.requests:
                 self._end(request_id)
@@ -171,8 +174,8 @@ class SimulatedCluster:
     def _carry_out(self, action: Action, now_s: float) -> None:
         match action:
             case LoadModel(model, name):
-                worker = self.workers[name]
-                worker.load(action, self.profiles[model], self.versions[model, worker.kind], now_s)
+                worker, deployed = self.workers[name], model_of(model)
+                worker.load(action, self.profiles[deployed], self.versions[deployed, worker.kind], now_s)
             case Evict(_, name):
                 self.workers[name].evict(action)
             case SetHold(_, name):
@@ -182,22 +185,23 @@ class SimulatedCluster:
             case Reject(request_id):
                 request = self._end(request_id)
                 if request.worker is not None:
-                    self.workers[request.worker].cancel(request_id, request.model)
+                    self.workers[request.worker].cancel(request_id, request.hosted or request.model)
             case CancelRun(request_id, name):
                 (model,) = (m for m, one in self.workers[name].replicas.items() if request_id in one.running)
                 self.workers[name].cancel(request_id, model)
+                self._release([request_id])
             case SetTimer(at_s):
                 assert at_s > now_s, f"{at_s=} {now_s=}"
                 self.timer_s = at_s
 
     def _dispatch(self, order: Dispatch, now_s: float) -> None:
         request, worker = self.requests[order.request_id], self.workers[order.worker]
-        model = order.model
-        assert request.model == model, f"not a request for it: {order}"
+        model, deployed = order.model, model_of(order.model)
+        assert request.model == deployed, f"not a request for it: {order}"
         assert request.worker is None, f"twice: {order}"
-        assert worker.replicas[model].version == self.versions[model, worker.kind], f"old version: {order}"
-        assert request.digest == self.profiles[model].digest, f"another model: {order}"
+        assert worker.replicas[model].version == self.versions[deployed, worker.kind], f"old version: {order}"
+        assert request.digest == self.profiles[deployed].digest, f"another model: {order}"
         assert order.waited_s >= 0.0, f"{order.waited_s=}"
-        request.worker = order.worker
+        request.worker, request.hosted = order.worker, model
         request.num_dispatches += 1
         worker.run(order.request_id, model, now_s)

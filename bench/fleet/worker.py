@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hearth.core.types import Hold, ModelId, Pipeline, RequestId, WorkerId
+from hearth.core.types import Hold, ModelId, Pipeline, RequestId, WorkerId, model_of
 from hearth.policy.fleet.events import Evict, LoadModel, RungUse, SetHold
 from hearth.policy.fleet.profile import Footprint, ModelProfile, Promise
 from hearth.policy.memory.byte_eviction import TAKEABLE, Tail, effective_hold, plan_takes
@@ -60,6 +60,7 @@ class SimulatedReplica:
     is_loading: bool = True
     is_ready: bool = False  #: it was loaded once
     is_in_turn: bool = True
+    is_awaited: bool = False  #: it is loaded behind a stage of it, also without requests
     has_had_turn: bool = False  #: or has one
     hold: Hold = Hold.WARM  #: while it has no requests
     running: dict[RequestId, None] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class SimulatedReplica:
     @property
     def wants_turn(self) -> bool:
         """True if the replica is to have its turn, and has none."""
-        return not self.is_in_turn and (bool(self.running) or self.hold is Hold.PINNED)
+        return not self.is_in_turn and (bool(self.running) or self.is_awaited or self.hold is Hold.PINNED)
 
     @property
     def owed(self) -> Promise:
@@ -136,6 +137,7 @@ class SimulatedWorker:
         self._costs.hosted(model, profile.weight)
         replica = SimulatedReplica(profile, version, promise, load_number=0, missing_bytes=0)
         replica.pipeline = order.pipeline
+        replica.is_awaited = any(model_of(one) == model for one in self.replicas)
         self.replicas[model] = replica
         if self.takes_turns and order.pipeline is None:
             replica.is_loading = replica.is_in_turn = False
@@ -231,6 +233,7 @@ class SimulatedWorker:
         """Have all weights of a model there, the missing ones from these rungs."""
         replica = self.replicas[model]
         replica.is_loading, replica.is_ready, replica.missing_bytes = False, True, 0
+        replica.is_awaited = False
         bytes_by_rung = {use.rung: use.num_bytes for use in uses}
         busy_s_by_rung = {use.rung: use.seconds for use in uses}
         self._costs.learn_load(model, bytes_by_rung, busy_s_by_rung, sum(busy_s_by_rung.values()))

@@ -231,7 +231,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, damaged: str, why: str) -> None
 FORMAT = {
     "BrainConfig": (
         "max_queue patience_s max_drain_s takes_turns max_resumes queue_weight load_weight packing_s "
-        "spread_s scaling priors"
+        "spread_s scaling while_loading priors"
     ),
     "Arrivals": "last_s num_short num_long",
     "CancelRun": "request_id worker",
@@ -247,7 +247,7 @@ FORMAT = {
     "FleetState": (
         "now_s step_number num_added most_by_node next_number timer_s kept_until_s estimates resting "
         "draining kinds workers adapters models replicas drains unplaced refused_pins next_scaling_s used_s "
-        "no_pipeline_until_s"
+        "no_pipeline_until_s gathering"
     ),
     "Footprint": "fixed_bytes min_kv_bytes max_kv_bytes workspace_bytes tables_bytes sink_bytes max_seqs "
     "keeps_all kv_token_bytes",
@@ -309,7 +309,8 @@ FORMAT = {
     "TurnEnd": "ahead idle time",
     "TurnEnded": "now_s worker model why",
     "WantedAdapter": "adapter num_bytes",
-    "Why": "demand evicted free_room loading resident turns waited",
+    "WhileLoading": "gather_s min_gain_s",
+    "Why": "demand evicted free_room loading resident staged switched turns waited",
     "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node",
     "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
     "Link": "bytes_per_s latency_s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.core.errors import ConfigError
+from hearth.core.sizes import WantedLimits
 from hearth.core.types import ModelId, Pace, RequestId, TurnEnd, WorkerId
 from hearth.policy.fleet.events import (
     Evict,
@@ -426,6 +428,42 @@ def test_requests_of_a_pipeline_go_on_after_a_member_is_lost(
     service.run()
     service.check()
     assert all(answer.is_whole for answer in service.answers.values())
+
+
+#: Two workers that load the same model for a few requests, and may serve it together meanwhile.
+BURST = replace(
+    SETTING,
+    shapes={A: "7B", C: "3B"},
+    num_workers=2,
+    wanted_limits=WantedLimits(256, 2, block_tokens=16),
+)
+STAGED_START = replace(BURST, staged_start_gain_s=-math.inf)
+
+
+@pytest.mark.parametrize("policy", [Policy.TURNS, Policy.DRAIN])
+def test_workers_that_load_a_model_at_once_answer_sooner_together(policy: Policy) -> None:
+    burst = [TracedRequest(0.0, "a", 50, 200)] * 4
+    alone, together = (served(burst, replace(one, policy=policy)) for one in (BURST, STAGED_START))
+    firsts = [min(answer.first_token_s for answer in one.answers.values()) for one in (alone, together)]
+    assert firsts[1] < firsts[0]
+    assert not together.fleet.loading_pipelines
+    assert {name for worker in together.workers.values() for name in worker.hosted} == {A}
+
+
+@given(REQUESTS, st.floats(0.0, 2.0), st.sampled_from(["worker-0", "worker-1"]), CANCELS)
+@settings(max_examples=20)
+def test_requests_that_switch_or_lose_a_member_get_each_token_once(
+    requests: list[TracedRequest], lost_s: float, lost: str, cancels: list[tuple[int, float]]
+) -> None:
+    shapes = {ModelId(name): "7B" if name == "a" else "3B" for name in "abcd"}
+    service = SimulatedService(replace(STAGED_START, shapes=shapes), MACHINE)
+    service.ask([replace(one, arrival_s=one.arrival_s / 8) for one in requests])
+    cancel(service, cancels)
+    service.schedule(WorkerLost(lost_s, WorkerId(lost)))
+    service.schedule(WorkerJoined(lost_s + 1.0, WorkerId("worker-2"), KIND, MEMORY_BYTES))
+    service.run()
+    service.check()
+    assert all(one.is_whole or one.why_not == "cancelled" for one in service.answers.values())
 
 
 def test_the_same_requests_are_answered_in_the_same_way() -> None:

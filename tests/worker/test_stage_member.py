@@ -21,7 +21,7 @@ from bench.host_pages import HostPages
 from hearth.core.beacon import Beacon
 from hearth.core.config import EngineConfig
 from hearth.core.messages import HostingFailed, HostModel, ModelLoaded, Ping, Pong, StepDone
-from hearth.core.types import Member, NodeId, Pipeline, SamplingParams, WorkerId, node_of
+from hearth.core.types import Member, ModelId, NodeId, Pipeline, SamplingParams, WorkerId, node_of
 from hearth.engine.runner import Runner
 from hearth.engine.stage_messages import StageMoves
 from hearth.memory.arena import ArenaPool
@@ -71,8 +71,11 @@ class Workers:
         self._names, self.gateways, self.connections = names, gateways, connections
         self.beacons = beacons
 
-    def host(self, name: str, cuts: Sequence[int]) -> Pipeline:
-        """Host a model in stages that begin at 0 and `cuts`, the last one first."""
+    def host(self, name: str, cuts: Sequence[int], hosted: str | None = None) -> Pipeline:
+        """Host a model in stages that begin at 0 and `cuts`, the last one first.
+
+        `hosted`: the name of the stages; None: that of the model.
+        """
         where = converted(name, chunk_bytes=PAGE_BYTES)
         ends = [0, *cuts, read_manifest(where).arch.num_layers]
         members = tuple(
@@ -81,7 +84,8 @@ class Workers:
         )
         pipeline = Pipeline(f"{name}-{next(_numbers)}", members, NUM_BLOCKS)
         for number in reversed(range(len(members))):
-            self.gateways[number].inbox.put(order_of(name, pipeline, number))
+            order = order_of(name, pipeline, number)
+            self.gateways[number].inbox.put(msgspec.structs.replace(order, model=ModelId(hosted or name)))
         return pipeline
 
     def loaded(self, number: int) -> ModelLoaded:

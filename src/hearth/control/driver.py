@@ -243,6 +243,7 @@ class Driver:
                 request = self.requests.by_id.get(request_id)
                 if request is not None and request.run is not None:
                     self._send(worker, messages.CancelRequest(request.run))
+                    self.requests.end_run(request)
             case events.SetTimer(at_s):
                 if self._timer is not None:
                     self._timer.cancel()
@@ -253,7 +254,9 @@ class Driver:
 
     def _dispatch(self, order: events.Dispatch) -> None:
         request = self.requests.by_id[order.request_id]
-        run = self.requests.start_run(request, order.worker)
+        if request.is_complete:
+            return  # its last token came before it left another worker, and is about to be delivered
+        run = self.requests.start_run(request, order.worker, order.model)
         self._send(
             order.worker,
             messages.StartRequest(

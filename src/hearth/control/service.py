@@ -47,7 +47,7 @@ from hearth.node.local_node import LocalNode
 from hearth.node.process_log import ProcessLog, logs_to_stderr
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_template import WorkerTemplate
-from hearth.policy.fleet.events import BrainConfig, Scaling
+from hearth.policy.fleet.events import BrainConfig, Scaling, WhileLoading
 from hearth.policy.fleet.fleet import Fleet
 from hearth.snapshot.directory import SnapshotDirectory
 
@@ -74,6 +74,7 @@ async def running(
         patience_s=service.patience_s,
         takes_turns=service.turns,
         scaling=_scaling_of(config.cluster),
+        while_loading=_while_loading_of(service.staged_start_gain),
     )
     async with AsyncExitStack() as stack:
         if isinstance(tracing, Tracing):
@@ -247,6 +248,10 @@ async def running(
             exchange_sinks=exchange_sinks,
         )
         observer.close()
+
+
+def _while_loading_of(gain_s: float | None) -> WhileLoading | None:
+    return None if gain_s is None else WhileLoading(min_gain_s=gain_s)
 
 
 def _scaling_of(cluster: ClusterConfig) -> Scaling | None:

@@ -149,6 +149,9 @@ class ServiceConfig:
     max_pause: Annotated[float, _PAUSE_LIMITS] = 1.5
     #: seconds after which a request that waits for memory drains busy models, if models cannot take turns
     patience_s: _Wait = 2.0
+    #: while several workers load a model at once, they run it in stages if that begins by so many seconds
+    #: earlier than on the first of them alone; None: requests wait for that
+    staged_start_gain: Annotated[float | None, Limits(0.0, 86400.0)] = None
     journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: disk quota for the journal of events
     #: CORS origins that may send requests, like "https://chat.example"; "*": any, if API keys are required
     allowed_origins: tuple[str, ...] = ()

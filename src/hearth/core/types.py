@@ -102,6 +102,16 @@ class Pipeline:
         return text
 
 
+def pipeline_name(model: ModelId, number: int) -> ModelId:
+    """Return a name for stages of a model beside the whole model. No model is deployed under such a name."""
+    return ModelId(f"{model}~{number}")
+
+
+def model_of(hosted: ModelId) -> ModelId:
+    """Return the deployed model that is hosted under a name."""
+    return ModelId(hosted.partition("~")[0])
+
+
 def transport_between(one: WorkerId, other: WorkerId) -> str:
     """Say how hidden states get from one member of a pipeline to another."""
     return "shared memory" if node_of(one) == node_of(other) else "TLS"

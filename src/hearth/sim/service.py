@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import assert_never
 
 from hearth.core.errors import ConfigError
-from hearth.core.types import ModelId, Pipeline, RequestId, Rung, WorkerId
+from hearth.core.types import ModelId, Pipeline, RequestId, Rung, WorkerId, model_of
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -42,6 +42,7 @@ from hearth.policy.fleet.events import (
     SetTimer,
     TimerFired,
     TurnBegan,
+    WhileLoading,
     WorkerJoined,
     WorkerLost,
 )
@@ -74,6 +75,7 @@ class SimulatedAnswer:
     conversation: int | None = None
     num_cached_tokens: int = 0  #: of its prompt, when it started
     token_s: list[float] = field(default_factory=list)  #: when each token was sent
+    placed: tuple[WorkerId, ModelId] | None = None  #: where it runs; None: nowhere
     started_s: float | None = None  #: when the step began that first had tokens of it; None: none had yet
     num_pauses: int = 0  #: turns of its model that ended meanwhile
     ended_s: float | None = None  #: None: it has not ended
@@ -145,7 +147,11 @@ class SimulatedService:
     ) -> None:
         self.setting, self.profile, self._watch = setting, profile, watch
         takes_turns = setting.policy is Policy.TURNS
-        self.fleet = Fleet(BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns))
+        gain_s = setting.staged_start_gain_s
+        while_loading = None if gain_s is None else WhileLoading(min_gain_s=gain_s)
+        self.fleet = Fleet(
+            BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns, while_loading=while_loading)
+        )
         self.workers: dict[WorkerId, SteppedWorker] = {}
         self.answers: dict[RequestId, SimulatedAnswer] = {}
         self.now_s = 0.0
@@ -253,19 +259,21 @@ class SimulatedService:
         for fact in worker.advance(at_s):
             if self._watch is not None:
                 self._watch(fact)
-            self._take_fact(fact)
+            self._take_fact(fact, name)
         self._push_worker(worker)
 
     def _push_worker(self, worker: SteppedWorker) -> None:
         if worker.next_s < math.inf:
             self._push(worker.next_s, worker.name)
 
-    def _take_fact(self, fact: WorkerFact) -> None:
+    def _take_fact(self, fact: WorkerFact, worker: WorkerId) -> None:
         match fact:
-            case TokensSent(at_s, request_ids):
+            case TokensSent(at_s, request_ids, model):
                 for request_id in request_ids:
                     answer = self.answers[request_id]
-                    if answer.ended_s is None:
+                    if answer.placed != (worker, model):
+                        pass  # it has left, and another worker makes these tokens again
+                    elif answer.ended_s is None:
                         answer.token_s += at_s
                     else:  # its client has gone, which the worker had not heard yet
                         answer.token_s += at_s[: bisect_right(at_s, answer.ended_s)]
@@ -279,6 +287,8 @@ class SimulatedService:
                     self.answers[request_id].num_pauses += 1
             case RequestFinished(_, request_id) if self.answers[request_id].ended_s is not None:
                 pass  # its client has gone meanwhile
+            case RequestFinished(_, request_id) if not self.answers[request_id].is_whole:
+                pass  # it had left
             case RequestFinished(_, request_id):
                 self._happen(replace(fact, prompt=self.answers[request_id].computed_prompt))
             case _:
@@ -321,7 +331,7 @@ class SimulatedService:
             case WorkerLost(_, name):
                 if (lost := self.workers.pop(name, None)) is not None:
                     for fact in lost.sent_by(self.now_s):
-                        self._take_fact(fact)
+                        self._take_fact(fact, name)
             case RequestFinished(_, request_id):
                 assert self.answers[request_id].is_whole, f"{self.answers[request_id]}"
                 self._end(request_id)
@@ -345,12 +355,13 @@ class SimulatedService:
     def _carry_out(self, action: Action) -> None:
         match action:
             case LoadModel(model, name):
-                shape, arrived_s = self.profile.shape(self.setting.shapes[model]), self._fetch(model, name)
-                profile, context = self._profiles[model], self.setting.context
-                hops_s = self._hops_s(action.pipeline)
+                deployed, context = model_of(model), self.setting.context
+                shape, profile = self.profile.shape(self.setting.shapes[deployed]), self._profiles[deployed]
+                arrived_s, hops_s = self._fetch(deployed, name), self._hops_s(action.pipeline)
                 self._post(name, HostOrder(action, profile, shape, context, arrived_s, hops_s))
             case Dispatch(request_id, model, name):
                 answer = self.answers[request_id]
+                answer.placed = name, model
                 start = StartOrder(
                     request_id,
                     model,
@@ -362,7 +373,10 @@ class SimulatedService:
                     conversation=answer.conversation,
                 )
                 self._post(name, start)
-            case Evict(_, name) | SetHold(_, name) | CancelRun(_, name):
+            case CancelRun(request_id, name):
+                self._post(name, action)
+                self._leave(self.answers[request_id], name)
+            case Evict(_, name) | SetHold(_, name):
                 self._post(name, action)
             case Reject(request_id, reason):
                 self._end(request_id, reason)
@@ -380,6 +394,14 @@ class SimulatedService:
         nodes = [self.fleet.workers[one.worker].node for one in members]
         hops = zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)
         return sum(self.profile.hop_s if one == next_ else self.profile.node_hop_s for one, next_ in hops)
+
+    def _leave(self, answer: SimulatedAnswer, worker: WorkerId) -> None:
+        """Have a request leave a worker with the tokens that were sent by now."""
+        if answer.ended_s is None and answer.placed is not None:
+            for fact in self.workers[worker].sent_by(self.now_s):
+                if answer.request_id in fact.request_ids and answer.placed == (worker, fact.model):
+                    answer.token_s += fact.at_s
+            answer.placed = None
 
     def _fetch(self, model: ModelId, worker: WorkerId) -> float:
         """Return when the machine of a worker has a model in host memory; fetch it if need be."""

@@ -73,6 +73,7 @@ class SimulationSetting:
     on_time: OnTime = field(default_factory=OnTime)
     max_queue: int = 512
     keep_alive_s: float = 300.0
+    staged_start_gain_s: float | None = None  #: as `service.staged_start_gain`
 
     @property
     def nodes(self) -> list[NodeId]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from hearth.core.types import ModelId, Rung
+from hearth.core.types import ModelId, Rung, model_of
 from hearth.policy.fleet.events import RungUse
 from hearth.policy.turns.turn_policy import TurnPolicy
 from hearth.sim.profile import NO_LEAST, LeastSeconds, Profile
@@ -57,9 +57,13 @@ class SteppedLoads:
         hosted = self._hosted[model]
         if hosted.load is not None or self.is_loaded(model):
             return
+        stages = [one for one in self._hosted if one != model and model_of(one) == model]
+        if not all(map(self.is_loaded, stages)):
+            return  # it is loaded behind them
         num_bytes = self._reclaimer.place(model)
         if num_bytes is None:
             return
+        shared_bytes = sum(self._hosted[one].order.profile.num_bytes for one in stages)
         ready_s = now_s
         if not hosted.is_assembled:
             ready_s += self._profile.assemble_s
@@ -71,11 +75,18 @@ class SteppedLoads:
         begin_s = end_s = ready_s
         if num_bytes:
             begin_s = max(ready_s, self._bus_free_s, flushed_s)
-            end_s = self._transfer(num_bytes, begin_s)
+            end_s = self._transfer(max(0, num_bytes - shared_bytes), begin_s)
             hosted.engine.is_behind_load = True
         arrived_s = hosted.order.arrived_s
         is_from_peer = arrived_s > end_s
-        hosted.load = LoadUnderWay(begin_s, max(end_s, arrived_s), num_bytes, is_from_peer=is_from_peer)
+        hosted.load = LoadUnderWay(
+            begin_s, max(end_s, arrived_s), num_bytes, is_from_peer=is_from_peer, shared_bytes=shared_bytes
+        )
+
+    def cancel(self, hosted: SteppedModel, now_s: float) -> None:
+        """Note that a model leaves, perhaps while it is loaded: the bus is free for the next load."""
+        if (load := hosted.load) is not None and load.num_bytes:
+            self._bus_free_s = max(now_s, self._bus_free_s - (load.end_s - max(now_s, load.began_s)))
 
     def begin_front(self, now_s: float) -> None:
         if self._turns is None or self.is_any_under_way:
@@ -93,7 +104,7 @@ class SteppedLoads:
         return self._bus_free_s
 
     def uses_of(self, load: LoadUnderWay) -> tuple[RungUse, ...]:
-        num_bytes = load.num_bytes
+        num_bytes = load.moved_bytes
         if load.is_from_peer:
             return (RungUse(Rung.PEER, num_bytes, load.end_s - load.began_s),)
         return (RungUse(Rung.HOST, num_bytes, self._seconds(num_bytes)),) if num_bytes else ()
@@ -103,12 +114,12 @@ class SteppedLoads:
 
     def end(self, model: ModelId, load: LoadUnderWay) -> None:
         self._hosted[model].load = None
-        if load.num_bytes:
-            seconds = self._seconds(load.num_bytes)
-            self.bytes_moved += load.num_bytes
+        if load.moved_bytes:
+            seconds = self._seconds(load.moved_bytes)
+            self.bytes_moved += load.moved_bytes
             self.bus_s += seconds
             self._reclaimer.costs.learn_load(
-                model, {Rung.HOST: load.num_bytes}, {Rung.HOST: seconds}, total_s=seconds
+                model, {Rung.HOST: load.moved_bytes}, {Rung.HOST: seconds}, total_s=seconds
             )
         self._reclaimer.policy.note_freed()
         if not load.is_front:

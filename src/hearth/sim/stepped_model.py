@@ -82,6 +82,7 @@ WorkerOrder = HostOrder | StartOrder | Evict | SetHold | CancelRun
 class TokensSent:
     at_s: Sequence[float]
     request_ids: tuple[RequestId, ...]
+    model: ModelId  #: as its worker hosts it
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,11 @@ class LoadUnderWay:
     num_bytes: int
     is_front: bool = False  #: a prefetch of some missing bytes before its turn
     is_from_peer: bool = False  #: it waited for bytes of another machine
+    shared_bytes: int = 0  #: of `num_bytes`, those that a stage beside the model has brought
+
+    @property
+    def moved_bytes(self) -> int:
+        return max(0, self.num_bytes - self.shared_bytes)
 
     @property
     def follow_s(self) -> float:

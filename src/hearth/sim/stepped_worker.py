@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from hearth.core.sizes import StepLimits
-from hearth.core.types import Hold, ModelId, RequestId, WorkerId
+from hearth.core.types import Hold, ModelId, RequestId, WorkerId, model_of
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
 from hearth.policy.fleet.events import (
     CancelRun,
@@ -134,9 +134,14 @@ class SteppedWorker:
         return facts
 
     def sent_by(self, now_s: float) -> list[TokensSent]:
-        """Return the tokens of the present jump that were sent by now. For a worker that is lost."""
+        """Return the tokens of the present jump that were sent by now.
+
+        For a worker that is lost, or a request that leaves.
+        """
         calls = self._running.calls if isinstance(self._running, Jump) else []
-        return [TokensSent([call.end_s], call.request_ids) for call in calls if call.end_s <= now_s]
+        return [
+            TokensSent([call.end_s], call.request_ids, call.model) for call in calls if call.end_s <= now_s
+        ]
 
     def check(self) -> None:
         device = self.reclaimer.device
@@ -194,6 +199,7 @@ class SteppedWorker:
                 self._cancel(request_id)
         if (hosted := self.hosted.pop(model, None)) is not None:
             assert not hosted.requests, f"evicted while busy: {order}"
+            self.loads.cancel(hosted, self._now_s)
             self._retire(model, hosted)
         if order.is_freed:
             self.reclaimer.drop(model)
@@ -297,6 +303,12 @@ class SteppedWorker:
         hosted.is_assembled, hosted.is_returning = True, False
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)
+        whole = model_of(model)
+        if whole != model and whole in self.hosted and not self.loads.is_loaded(whole):
+            if self.turns is not None:
+                self.turns.awaited(whole, self._now_s)
+            if self._is_in_turn(whole):
+                self._load(whole)
         uses = self.loads.uses_of(load)
         self._facts.append(ModelReady(self._now_s, self.name, model, uses, self._now_s - load.began_s))
         self._facts.append(DeviceReported(self._now_s, self.name, self.reclaimer.count_device_bytes()))
@@ -393,7 +405,7 @@ class SteppedWorker:
 
     def _send(self, model: ModelId, at_s: Sequence[float], request_ids: tuple[RequestId, ...]) -> None:
         if request_ids:
-            self._facts.append(TokensSent(at_s, request_ids))
+            self._facts.append(TokensSent(at_s, request_ids, model))
             if self.turns is not None:
                 self.turns.sent(model, request_ids * len(at_s), at_s[-1])
 

@@ -130,6 +130,11 @@ class HostedModel:
         return isinstance(self.state, Loaded)
 
     @property
+    def has_weights(self) -> bool:
+        """True if all of its weights have come. Its engine may not be there yet."""
+        return self.is_loaded or ((load := self.load_under_way) is not None and load.weights is not None)
+
+    @property
     def later_stage(self) -> StageMember | None:
         """This worker's member of a pipeline, if its steps come from another one; None: they do not."""
         return None if self.member is None or self.member.is_first else self.member

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from hearth.core.errors import DeviceError
 from hearth.core.messages import HostModel, ModelLoaded, PrepareModel, sum_by_rung
-from hearth.core.types import Hold, ModelId
+from hearth.core.types import Hold, ModelId, model_of
 from hearth.engine.engine import Engine
 from hearth.worker.adapter_load import PostAdapterNews
 from hearth.worker.adapters import WorkerAdapters
@@ -109,6 +109,9 @@ class HostedModels:
         self._follow_displaced()
         if isinstance(hosted.state, Finding) or hosted.is_loading:
             return None
+        if self._is_behind_stage(hosted):
+            self.reclaimer.policy.defer(hosted.model, is_any_loading=True)
+            return None
         try:
             return self._announced(hosted.load(self.reclaimer.place, is_beside=bool(self.busy())))
         except DeviceError:
@@ -121,6 +124,20 @@ class HostedModels:
         log.info("model_deferred model=%s", hosted.model)
         return None
 
+    def _is_behind_stage(self, hosted: HostedModel) -> bool:
+        """True if a stage of the model is hosted beside it and lacks weights: it is loaded first."""
+        return any(not stage.has_weights for stage in self._stages_of(hosted.model))
+
+    def _stages_of(self, model: ModelId) -> list[HostedModel]:
+        return [one for name, one in self.hosted.items() if name != model and model_of(name) == model]
+
+    def _load_behind_stage(self, stage: ModelId) -> None:
+        """Have the rest of a model be loaded behind a stage of it, which has its weights."""
+        hosted = self.hosted.get(model_of(stage))
+        if hosted is not None and hosted.model != stage:
+            self.turns.awaited(hosted)
+            self.reclaimer.policy.note_freed()  # the load is tried again
+
     def _engines(self) -> dict[ModelId, Engine]:
         all_models = {**self._retired, **self.hosted}
         return {model: one.served.engine for model, one in all_models.items() if one.served is not None}
@@ -128,6 +145,9 @@ class HostedModels:
     def found(self, hosted: HostedModel, news: ModelFound) -> ModelLoaded | None:
         hosted.found(news)
         self.turns.held(hosted)
+        for stage in self._stages_of(hosted.model):
+            if stage.has_weights:
+                self._load_behind_stage(stage.model)
         return self.load_in_turn(hosted)
 
     def engine_ready(self, hosted: HostedModel, news: EngineReady) -> ModelLoaded | None:
@@ -149,7 +169,9 @@ class HostedModels:
             )
 
     def weights_loaded(self, hosted: HostedModel, news: WeightsLoaded) -> ModelLoaded | None:
-        return self._announced(hosted.weights_loaded(news))
+        loaded = hosted.weights_loaded(news)
+        self._load_behind_stage(hosted.model)
+        return self._announced(loaded)
 
     def retire(self, model: ModelId) -> None:
         """Take back all memory of an idle model but its weights, which stay until another model needs it."""
@@ -192,8 +214,9 @@ class HostedModels:
         for model, hosted in self.hosted.items():
             if model not in line:
                 hosted.prefetch.stop()
-        for model in [model for model in line if not self.hosted[model].is_loaded][:NUM_PREFETCHING]:
-            self.hosted[model].start_prefetch()
+        missing = [self.hosted[model] for model in line if not self.hosted[model].is_loaded]
+        for hosted in [one for one in missing if not self._is_behind_stage(one)][:NUM_PREFETCHING]:
+            hosted.start_prefetch()
         if line and self.reclaimer.pool.keeps_addresses:
             self._copy_first(line)
 

@@ -81,6 +81,13 @@ class Turns:
             self._policy.pin(hosted.model, time.monotonic(), is_pinned=is_pinned)
             self._note_wait(hosted.model)
 
+    def awaited(self, hosted: HostedModel) -> None:
+        """Have a model be loaded in a turn, also without requests, once it is found."""
+        if self._policy is not None and not (isinstance(hosted.state, Finding) or hosted.is_loaded):
+            self._policy.awaited(hosted.model, time.monotonic())
+            self._note_wait(hosted.model)
+            self.recheck()
+
     def arrived(self, order: StartRequest, waited_s: float) -> None:
         """Tell of a request that came `waited_s` ago. Telling twice is harmless.
 

@@ -9,7 +9,16 @@ from hearth.control.observe.observer import Observer
 from hearth.control.observe.timeline import Timeline
 from hearth.control.requests.caller import ANYBODY
 from hearth.core.messages import LoadProgress, ModelLoaded, ModelUse, Pong, RungBytes, StepDone
-from hearth.core.types import Hold, ModelId, RequestId, Rung, WorkerId
+from hearth.core.types import (
+    Hold,
+    Member,
+    ModelId,
+    Pipeline,
+    RequestId,
+    Rung,
+    WorkerId,
+    pipeline_name,
+)
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import RejectReason, Why
 from tests.control.shown_metrics import shown, shown_value
@@ -95,6 +104,36 @@ def test_a_lost_worker_is_counted_and_its_requests_are_resumed(scene: Scene) -> 
     assert scene.metric("hearth_workers_lost_total") == 1
     assert scene.metric("hearth_resumes_total") == 1
     assert [what for _, what in scene.marks()] == ["queued", "placed", "worker_lost", "resumed"]
+
+
+def test_a_request_that_switches_to_a_whole_replica_is_not_resumed(scene: Scene) -> None:
+    name = pipeline_name(A, 3)
+    pipeline = Pipeline(name, (Member(W0, 0, 2), Member(W1, 2, 4)), 5)
+    staged = events.Dispatch(R0, name, W0, Why.STAGED, 0.0, ())
+    switched = events.Dispatch(R0, A, W1, Why.SWITCHED, 0.0, ())
+    stages = [events.LoadModel(name, worker, 1, 2, pipeline=pipeline) for worker in (W0, W1)]
+    scene.arrive(load(), dispatch())
+    scene.observer.observe(events.TimerFired(11.0), [events.CancelRun(R0, W0), *stages, staged])
+    scene.observer.stepped(12.0, StepDone(name, [], [], busy_s=0.5), {}, 7)
+    scene.observer.observe(events.ModelReady(13.0, W1, A, (), 1.0), [events.CancelRun(R0, W0), switched])
+    assert [what for _, what in scene.marks()] == ["queued", "placed", "moved", "staged", "moved"]
+    assert scene.metric("hearth_switches_total") == 1
+    assert scene.metric("hearth_resumes_total") == 0
+    assert scene.metric('hearth_output_tokens_total{model="a"}') == 7
+    explained = scene.observer.explain(R0, 20.0, ANYBODY)
+    assert explained is not None
+    assert (explained.num_resumes, explained.why) == (0, Why.SWITCHED)
+    assert any(mark.detail.startswith("a~3: layers 0 to 1 on w0") for mark in explained.marks)
+
+
+def test_a_request_on_a_pipeline_beside_the_whole_model_is_lost_with_a_member(scene: Scene) -> None:
+    name = pipeline_name(A, 3)
+    pipeline = Pipeline(name, (Member(W0, 0, 2), Member(W1, 2, 4)), 5)
+    stages = [events.LoadModel(name, worker, 1, 2, pipeline=pipeline) for worker in (W0, W1)]
+    scene.arrive(*stages, events.Dispatch(R0, name, W0, Why.STAGED, 0.0, ()))
+    scene.observer.observe(events.WorkerLost(12.0, W1), [dispatch()])
+    assert [what for _, what in scene.marks()] == ["queued", "placed", "staged", "worker_lost", "resumed"]
+    assert scene.metric("hearth_resumes_total") == 1
 
 
 def test_a_request_is_told_in_whose_step_its_worker_was_lost_and_whether_that_counts(

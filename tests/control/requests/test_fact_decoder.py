@@ -75,6 +75,7 @@ def active(tokenizer: Tokenizer, run: int, kind: type[Transcript] = Transcript) 
         guide=None,
         stream=AnswerStream(request_id, MODEL, tokenizer, 1, lambda: None),
         transcript=kind(tokenizer, params, (1,)),
+        run=run,
     )
 
 
@@ -134,6 +135,29 @@ def test_a_worker_cannot_write_into_answers_of_another_one(converted: Path) -> N
 
     with_decoder(runs, scene)
     assert runs[1].emitted == []
+
+
+def test_a_token_that_is_late_is_dropped_once_its_request_has_left_a_worker_that_lives(
+    converted: Path,
+) -> None:
+    """Another worker makes that token again: it must not be added twice."""
+    tokenizer = Tokenizer.load(converted)
+    moved, other = active(tokenizer, 1), active(tokenizer, 2)
+    runs = {1: moved, 2: other}
+
+    async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact | DecodedLate]) -> None:
+        link = WorkerLink(b"", lambda _: False, None)  # type: ignore[arg-type] # it is never connected
+        moved.text_s = other.text_s = 1.0  # their tokens are queued
+        with moved.handover:  # the text thread waits at the first token
+            decoder.decode(link, body(StepDone(MODEL, [1, 2], [10, 11])))
+            await delivered.get()
+            del runs[1]
+            moved.run = None
+        late = [await delivered.get(), await delivered.get()]
+        assert [token.request for one in late for token in one.texts.tokens] == [other]
+
+    with_decoder(runs, scene)
+    assert (moved.emitted, other.emitted) == ([], [11])
 
 
 def test_a_request_of_no_tokens_ends_without_the_one_that_its_step_sampled(converted: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench.fleet.cluster import SimulatedCluster
 from bench.fleet.worker import SimulatedReplica
-from hearth.core.types import LOCAL, Hold, ModelId, NodeId, RequestId, Rung, TurnEnd, WorkerId
+from hearth.core.types import LOCAL, Hold, ModelId, NodeId, RequestId, Rung, TurnEnd, WorkerId, model_of
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -48,6 +48,7 @@ from hearth.policy.fleet.events import (
     TimerFired,
     TurnBegan,
     TurnEnded,
+    WhileLoading,
     WorkerJoined,
     WorkerLost,
 )
@@ -190,6 +191,7 @@ class World:
     ) -> None:
         """`may_move`: a node that is had back has the oldest replicas again, so that a newer one may go."""
         gone = {(action.model, action.worker) for action in actions if isinstance(action, Evict)}
+        gone -= {(action.model, action.worker) for action in actions if isinstance(action, LoadModel)}
         # A request that was sent in this very step may have unpinned its model.
         still_pinned = {name for name, model in self.fleet.models.items() if model.is_pinned}
         if may_move:
@@ -213,9 +215,11 @@ class World:
         """
         loaded = {(one.model, one.worker) for one in actions if isinstance(one, LoadModel)}
         for name, on in loaded:
-            model = self.fleet.models[name]
+            model = self.fleet.models[model_of(name)]
             assert model.profile is not None
             assert self.fleet.workers[on].kind in model.profile.footprints, f"{name} may not run on {on}"
+            if name != model.name:
+                continue
             new_pins = {
                 one for one in model.usable if model.replicas[one].has_pin and (name, one) not in pinned
             }
@@ -300,7 +304,7 @@ class World:
             lost = WorkerLost(self.now_s, name, culprit, number % 3 == 0, in_step=in_step)
             actions = self.tell(lost)
             for request_id, request in requests.items():
-                is_elsewhere = culprit not in (None, request.model.name)
+                is_elsewhere = culprit is not None and model_of(culprit) != request.model.name
                 if is_elsewhere or (in_step is not None and request_id not in in_step):
                     assert request.num_losses == num_losses[request_id], f"charged for {lost}: {request}"
             for action in actions:
@@ -308,7 +312,9 @@ class World:
                     model = requests[action.request_id].model
                     is_deadly = model.failure is not None and model.failure.is_deadly  # held back before
                     assert (
-                        is_deadly or model.name == culprit or action.reason is not RejectReason.WORKERS_LOST
+                        is_deadly
+                        or model.name == model_of(culprit)
+                        or action.reason is not RejectReason.WORKERS_LOST
                     ), f"{action}"
 
     def lose_node(self, number: int) -> None:
@@ -414,7 +420,7 @@ class World:
                 return
             shares = {model: (number * (at + 7)) % 60 for at, model in enumerate(MODELS)}
             there = sorted({*worker.replicas, *worker.device.weights, MODELS[number % len(MODELS)]})
-            bytes_by_model = {model: shares[model] for model in there if shares[model] % 5}
+            bytes_by_model = {one: shares[model_of(one)] for one in there if shares[model_of(one)] % 5}
             self.tell(DeviceReported(self.now_s, name, bytes_by_model))
 
     def wait(self, number: int) -> None:
@@ -552,6 +558,8 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "lag": World.lag,
 }
 
+#: A pipeline is formed of any workers that load a model at once.
+ALWAYS = WhileLoading(min_gain_s=-math.inf)
 #: What happens often comes more often.
 KINDS = [*MOVES, *["arrive"] * 6, *["finish"] * 3, *["ready"] * 3, *["begin_turn"] * 3, *["wait"] * 2]
 MANY_MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=150)
@@ -562,6 +570,7 @@ CONFIGS = st.builds(
     max_drain_s=st.sampled_from([1.0, 30.0]),
     max_resumes=st.sampled_from([0, 3]),
     takes_turns=st.booleans(),
+    while_loading=st.sampled_from([None, ALWAYS]),
 )
 Moves = Sequence[tuple[str, int]]
 

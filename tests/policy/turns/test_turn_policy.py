@@ -60,6 +60,23 @@ def test_a_model_that_fits_begins_at_once() -> None:
     assert table.decide(0.1) == [BeginTurn(B)]
 
 
+def test_a_model_that_is_awaited_is_loaded_without_requests_and_gives_way_then() -> None:
+    table = Table({A: 40, B: 40})
+    table.policy.awaited(A, 0.0)
+    assert table.decide(0.0) == [BeginTurn(A)]
+    table.load(A, 0.1)
+    assert table.decide(0.1) == [EndTurn(A, TurnEnd.IDLE)]
+
+
+def test_no_turn_ends_for_a_model_that_is_awaited_without_requests() -> None:
+    table = Table()
+    running(table)
+    table.policy.awaited(B, 0.1)
+    assert table.decide(10.0) == []
+    table.policy.ended(A, RequestId("a-r"))
+    assert table.decide(11.0) == [EndTurn(A, TurnEnd.IDLE), BeginTurn(B)]
+
+
 def test_only_one_model_is_loaded_at_a_time_but_what_is_there_begins() -> None:
     table = Table({A: 30, B: 30, C: 30})
     table.missing[C] = 0.0

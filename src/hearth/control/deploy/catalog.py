@@ -25,6 +25,7 @@ from hearth.core.types import (
     Pace,
     kind_of,
     labels_of,
+    model_of,
     node_of,
     where_on_nodes,
 )
@@ -40,6 +41,7 @@ from hearth.policy.fleet.footprint import (
     staged_context,
 )
 from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.policy.memory.space_slots import choose_slot
 from hearth.store.format.manifest import Manifest, read_manifest
 
 log = logging.getLogger(__name__)
@@ -242,9 +244,12 @@ class Catalog:
         return {alias: name for name, config in self._configs.items() for alias in config.aliases}
 
     def host_order(self, order: LoadModel, hosting: int, pool: str) -> HostModel:
-        entry = self._entries[order.model]
+        entry = self._entries[model_of(order.model)]
         deployed = entry.deployed
         is_here = node_of(order.worker) == LOCAL
+        # A stage beside the whole model has addresses of its own.
+        is_beside = model_of(order.model) != order.model
+        slot = choose_slot(order.model, self._slots.values()) if is_beside else self._slots.get(order.model)
         members = [] if order.pipeline is None else [one.worker for one in order.pipeline.members]
         return HostModel(
             model=order.model,
@@ -260,7 +265,7 @@ class Catalog:
             own_bytes=order.promise.own_bytes,
             workspace_bytes=order.promise.workspace_bytes,
             standing_bytes=order.promise.standing_bytes,
-            slot=self._slots.get(deployed.name),
+            slot=slot,
             pipeline=order.pipeline,
             member=members.index(order.worker) if members else 0,
         )

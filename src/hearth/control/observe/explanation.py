@@ -35,7 +35,7 @@ def explain(timeline: Timeline, now_s: float) -> Explanation:
         if loaded is None
         else tuple(RungView(use.rung, use.num_bytes, use.seconds, use.source) for use in loaded.rungs),
         num_preemptions=timeline.num_preemptions,
-        num_resumes=max(0, len(timeline.stays) - 1),
+        num_resumes=max(0, len(timeline.stays) - 1 - timeline.num_moves),
         num_pauses=timeline.num_pauses,
         paused_s=_paused_s(timeline, now_s),
         num_late_tokens=timeline.num_late_tokens,

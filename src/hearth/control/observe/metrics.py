@@ -125,6 +125,10 @@ class Metrics:
             "Prompt tokens routed to a replica that probably has them cached.",
         )
         self.resumes = self._counter("hearth_resumes", "Requests that continued on another worker.")
+        self.switches = self._counter(
+            "hearth_switches",
+            "Requests moved from workers that were loading their model to one that has all of it.",
+        )
         self.preemptions = self._counter(
             "hearth_preemptions", "Requests whose KV memory was needed by others."
         )

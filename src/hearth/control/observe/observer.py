@@ -20,7 +20,7 @@ from hearth.control.observe.views import Explanation
 from hearth.control.requests.active_request import ActiveRequest
 from hearth.control.requests.caller import Caller
 from hearth.core.messages import AdapterLoaded, LoadProgress, ModelLoaded, Pong, StepDone
-from hearth.core.types import FinishReason, ModelId, Pipeline, RequestId, WorkerId, name_of, node_of
+from hearth.core.types import FinishReason, ModelId, Pipeline, RequestId, WorkerId, model_of, name_of, node_of
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
 
@@ -113,18 +113,21 @@ class Observer:
     def _dispatched(self, now_s: float, order: events.Dispatch) -> None:
         timeline = self._active[order.request_id]
         load = self._loads.awaited(order.worker, order.model, now_s)
-        timeline.placed(now_s, order.worker, order.why, order.options, load)
+        num_moves = timeline.num_moves
+        timeline.placed(now_s, order.worker, order.why, order.options, load, order.model)
         cached_tokens = [one.cached_tokens for one in order.options if one.worker == order.worker]
         self._metrics.routed_tokens.inc(sum(cached_tokens))
         pipeline = self._pipelines.get((order.worker, order.model))
         if pipeline is not None:
-            timeline.mark(now_s, "staged", pipeline.described)
+            timeline.mark(now_s, "staged", f"{pipeline.name}: {pipeline.described}")
         elif self._takes_turns and (order.worker, order.model) not in self._in_turn:
             in_turn = sorted(model for worker, model in self._in_turn if worker == order.worker)
             timeline.turn_ended(now_s, in_turn=in_turn)
+        if order.why is events.Why.SWITCHED:
+            self._metrics.switches.inc()
         if len(timeline.stays) == 1:
             self._metrics.queue.observe(now_s - timeline.arrived_s)
-        else:
+        elif timeline.num_moves == num_moves:
             self._metrics.resumes.inc()
 
     def _turn_began(self, now_s: float, worker: WorkerId, model: ModelId) -> None:
@@ -193,7 +196,7 @@ class Observer:
 
     def _on_worker(self, worker: WorkerId, model: ModelId | None = None) -> Iterator[Timeline]:
         for timeline in self._active.values():
-            if timeline.worker == worker and model in (None, timeline.model):
+            if timeline.worker == worker and model in (None, timeline.hosted):
                 yield timeline
 
     # Facts that are no events of the brain.
@@ -247,7 +250,7 @@ class Observer:
             if admitted.run in requests:
                 timeline = self._active[requests[admitted.run].request_id]
                 timeline.started(began_s, admitted.num_cached_tokens, admitted.waited_s)
-        if (series := self._metrics.models.find(step.model)) is not None:
+        if (series := self._metrics.models.find(model_of(step.model))) is not None:
             series.num_output_tokens += num_tokens
             series.busy_s += step.busy_s
         self._metrics.step.observe(step.step_s)
@@ -258,7 +261,7 @@ class Observer:
         self._reported_s[worker] = now_s
         per_byte_s = seconds * self._device_share(worker) / max(1, pong.budget_bytes)
         for model, num_bytes in held_bytes(pong).items():
-            if (series := self._metrics.models.find(model)) is not None:
+            if (series := self._metrics.models.find(model_of(model))) is not None:
                 series.device_s += num_bytes * per_byte_s
 
     def made_late_text(self, models: Sequence[ModelId]) -> None:
@@ -298,7 +301,7 @@ class Observer:
 def _in_whose_step(lost: events.WorkerLost, timeline: Timeline) -> str:
     if lost.culprit is None:
         return ""
-    if lost.culprit != timeline.model:
+    if lost.culprit != timeline.hosted:
         return " in a step of another model, not counted against it,"
     if lost.in_step is not None and timeline.request_id not in lost.in_step:
         return " in a step of its model without it, not counted against it,"

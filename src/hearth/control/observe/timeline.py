@@ -74,6 +74,8 @@ class Timeline:
     adapter_load: AdapterLoaded | None = None  #: that it waited for, the last one
     adapter_loaded_s: float = 0.0  #: when that was over
     stays: list[Stay] = field(default_factory=list)
+    hosted: str = ""  #: the model, as the last worker hosts it
+    num_moves: int = 0  #: from a worker that lives to another one
     first_token_s: float | None = None
     last_token_s: float | None = None
     ended_s: float | None = None
@@ -93,13 +95,24 @@ class Timeline:
         self.marks.append((now_s, what, detail))
 
     def placed(
-        self, now_s: float, worker: WorkerId, why: str, options: tuple[Option, ...], load: LoadLog | None
+        self,
+        now_s: float,
+        worker: WorkerId,
+        why: str,
+        options: tuple[Option, ...],
+        load: LoadLog | None,
+        hosted: ModelId | None = None,
     ) -> None:
-        self.why, self.options = why, options
+        """`hosted`: the model, as the worker hosts it; None: under its own name."""
+        self.why, self.options, self.hosted = why, options, hosted or self.model
         if load is not None:
             self.load = load
+        what = "resumed" if self.stays else "placed"
+        if self.worker is not None:  # it was not lost
+            self.stays[-1].ended_s, what = now_s, "moved"
+            self.num_moves += 1
         self.stays.append(Stay(worker, now_s))
-        self.mark(now_s, "placed" if len(self.stays) == 1 else "resumed", f"on {worker}: {why}")
+        self.mark(now_s, what, f"on {worker}: {why}")
 
     def started(self, now_s: float, num_cached_tokens: int, waited_s: float) -> None:
         """Note that the request got a slot after `waited_s` on the worker, for the model or for a slot."""

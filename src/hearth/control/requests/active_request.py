@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -28,7 +29,8 @@ class ActiveRequest:
     """Mutable. The text thread writes `emitted`, `transcript` and `text_s`, the loop the rest.
 
     They never write at once: all tokens of a run pass the text thread, or are dropped there, before the loop
-    learns that its worker is lost and gives the request to another. Both set `is_complete`; none resets it.
+    learns that its worker is lost and gives the request to another. If the worker lives, `handover` parts
+    them. Both set `is_complete`; none resets it.
     """
 
     request_id: RequestId
@@ -45,6 +47,10 @@ class ActiveRequest:
     text_s: float = 0.0  #: to make the text of a token, on average of the last ones
     run: int | None = None  #: None: not on a worker
     worker: WorkerId | None = None
+    hosted: ModelId | None = None  #: its model, as that worker hosts it
+    #: Held while a token of its run is added, and while it leaves a worker, which may be alive: a token that
+    #: came is told to the next worker, and no other one is added any more.
+    handover: threading.Lock = field(default_factory=threading.Lock)
     is_first_admission: bool = True  #: it is on its first worker, or on none yet, and never had a slot
     digest: str | None = None  #: of the model that tokenised the prompt; None: any
     pace: Pace = field(default_factory=Pace)
@@ -77,7 +83,8 @@ class ActiveRequest:
 
     def detach(self) -> None:
         """Take the request off its worker; another one may continue it."""
-        self.run = self.worker = self._prompt_began_s = None
+        with self.handover:
+            self.run = self.worker = self.hosted = self._prompt_began_s = None
         self.is_first_admission = False
 
 
@@ -97,12 +104,12 @@ class ActiveRequests:
         self.by_id[request.request_id] = request
         self._is_empty.clear()
 
-    def start_run(self, request: ActiveRequest, worker: WorkerId) -> int:
+    def start_run(self, request: ActiveRequest, worker: WorkerId, hosted: ModelId) -> int:
         """Put a request on a worker and return the number of its run there."""
         if request.run is not None:
             self.by_run.pop(request.run, None)
         run = next(self._runs)
-        request.run, request.worker = run, worker
+        request.run, request.worker, request.hosted = run, worker, hosted
         self.by_run[run] = request
         return run
 
@@ -113,10 +120,15 @@ class ActiveRequests:
 
     def detach(self, worker: WorkerId, model: ModelId | None = None) -> None:
         """Take all requests off a lost worker, or those of one model; another worker may continue them."""
-        for run, request in list(self.by_run.items()):
-            if request.worker == worker and model in (None, request.model):
-                del self.by_run[run]
-                request.detach()
+        for request in list(self.by_run.values()):
+            if request.worker == worker and model in (None, request.hosted):
+                self.end_run(request)
+
+    def end_run(self, request: ActiveRequest) -> None:
+        """Take a request off its worker; another worker may continue it."""
+        if request.run is not None:
+            self.by_run.pop(request.run, None)
+            request.detach()
 
     def end(self, request: ActiveRequest) -> bool:
         """Forget a request. Returns False if it has ended before."""

@@ -162,9 +162,9 @@ class FactDecoder:
                 request.is_complete = True
                 texts.ended.append(request)
                 continue
-            row = TokenRow(request, token, own_logprobs, step.finished.get(run))
+            row = TokenRow(request, run, token, own_logprobs, step.finished.get(run))
             if request.text_s > MAX_TEXT_S or self._late.has(run):
-                self._late.add(link, run, row)
+                self._late.add(link, row)
             else:
                 self._add_text(row, texts)
 
@@ -176,6 +176,11 @@ class FactDecoder:
             self._on_loop(partial(self._deliver, DecodedLate(late.link, texts)))
 
     def _add_text(self, row: TokenRow, texts: DecodedTexts) -> None:
+        with row.request.handover:
+            if row.request.run == row.run:  # else another worker makes this token again
+                self._add_token(row, texts)
+
+    def _add_token(self, row: TokenRow, texts: DecodedTexts) -> None:
         request = row.request
         request.emitted.append(row.token)
         began_s = self._clock_s()

@@ -13,6 +13,7 @@ from hearth.node.link import FrameLink
 @dataclass(frozen=True, slots=True)
 class TokenRow:
     request: ActiveRequest
+    run: int
     token: int
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
@@ -43,8 +44,9 @@ class LateText:
     def has(self, run: int) -> bool:
         return run in self._runs
 
-    def add(self, link: FrameLink, run: int, row: TokenRow) -> None:
-        self._runs.setdefault(run, _LateRun(link, row.request.model)).rows.append(row)
+    def add(self, link: FrameLink, row: TokenRow) -> None:
+        model = row.request.hosted or row.request.model
+        self._runs.setdefault(row.run, _LateRun(link, model)).rows.append(row)
 
     def next(self) -> LateRow | None:
         if not self._runs:

@@ -21,6 +21,8 @@ def audit(fleet: Fleet) -> None:
     for replica in fleet.replicas():
         if replica.stages:
             _check_pipeline(fleet, replica)
+    temporary = {one.model.name: one for one in fleet.replicas() if one.is_temporary}
+    assert fleet.loading_pipelines == temporary, f"{fleet.loading_pipelines.keys()} {temporary.keys()}"
     _check_requests(fleet)
     _check_expiries(fleet)
     for name, drain in fleet.drains.items():
@@ -148,6 +150,9 @@ def _check_model(fleet: Fleet, model: Model) -> None:
         assert request.is_batch or not is_free, f"`{name}` waits beside a free slot: {is_open}"
         most = [share_for_batch(usable[n].max_seqs) for n in is_open]
         assert all(num >= one for num, one in zip(is_open.values(), most, strict=True)), f"{name} {is_open=}"
+        for pipeline in fleet.pipelines_of(model) if request.adapter is None else ():
+            has_slot = pipeline.takes_requests and pipeline.has_slot_for(request, fleet.now_s)
+            assert request.is_batch or not has_slot, f"`{name}` waits beside a free pipeline"
     queue = (fleet.queues.for_slot if usable else fleet.queues.for_room) if model.waiting else None
     assert model.queue is queue, f"`{name}` stands in the wrong queue"
     if model.queue is not None:

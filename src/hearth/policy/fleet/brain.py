@@ -69,6 +69,7 @@ from hearth.policy.fleet.failures import (
     refuse_failing,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.loading_pipelines import serve_while_loading
 from hearth.policy.fleet.machines import scale
 from hearth.policy.fleet.pins import grant_pins
 from hearth.policy.fleet.profile import ModelProfile
@@ -103,6 +104,9 @@ def step(fleet: Fleet, event: Event) -> list[Action]:
     actions += _serve_waiting(fleet)
     if isinstance(event, RequestArrived) and (refused := _reject_beyond_queue(fleet, event)) is not None:
         actions += [refused, *_serve_waiting(fleet)]
+    if fleet.gathering or fleet.loading_pipelines:
+        actions += serve_while_loading(fleet)
+        actions += _serve_waiting(fleet)
     actions += scale(fleet)
     for replica in fleet.notices.take():
         actions.append(SetHold(replica.model.name, replica.worker.name, replica.notified_hold))
@@ -293,7 +297,9 @@ def _end_and_cancel(fleet: Fleet, request: Request) -> list[Action]:
 def _use_free_slot(fleet: Fleet, replica: Replica | None) -> list[Action]:
     if replica is None:
         return []
-    return fill_slots(fleet, replica.model) + evict_if_leaving(fleet, replica)
+    model = fleet.served_by(replica)
+    actions = [] if model is None else fill_slots(fleet, model)
+    return actions + evict_if_leaving(fleet, replica)
 
 
 # Loads.
@@ -358,9 +364,11 @@ def _handle_failure(fleet: Fleet, event: ModelFailed) -> list[Action]:
     message = f"model `{model.name}` failed on worker `{event.worker}`: {event.reason}"
     record_bytes(model, worker, 0)
     for request in requests:
-        fleet.requeue(request, is_at_fault=True)
+        fleet.requeue(request, is_at_fault=not replica.is_temporary)
     fleet.remove(replica)
     actions = _dissolve(replica, worker)
+    if replica.is_temporary:
+        return actions + _resume(fleet, requests, RejectReason.LOAD_FAILED, message)
     if event.is_cut_off:
         fleet.no_pipeline_until_s = fleet.now_s + CUT_OFF_S
         if not (replica.is_ready or requests):

@@ -65,7 +65,7 @@ def stop_model(fleet: Fleet, event: ModelStopped) -> list[Action]:
     actions = free_retired(model, fleet.workers) if event.is_freed else []
     model.named_keep_alive_s, model.is_stopped = None, True
     fleet.update_unplaced(model)
-    for replica in list(model.replicas.values()):
+    for replica in [*model.replicas.values(), *fleet.pipelines_of(model)]:
         replica.stop = Stop(fleet.queues.next_number, event.is_freed)
         fleet.reindex(replica)
         actions += evict_if_leaving(fleet, replica)
@@ -100,7 +100,7 @@ def _outdate(fleet: Fleet, model: Model, before: ModelProfile | None) -> list[Ac
     if is_replaced:
         actions += free_retired(model, fleet.workers)
         forget_model(model, fleet.workers)
-    for replica in list(model.replicas.values()):
+    for replica in [*model.replicas.values(), *fleet.pipelines_of(model)]:
         replica.is_stale |= is_replaced or _footprint(before, replica) != _footprint(after, replica)
         fleet.reindex(replica)
         actions += evict_if_leaving(fleet, replica)

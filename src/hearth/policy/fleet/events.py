@@ -276,11 +276,13 @@ class Why(StrEnum):
     TURNS = "turns"  #: hosted beside busy models, which take turns with it
     WAITED = "waited"  #: a slot or room came free
     DEMAND = "demand"  #: loaded as a further replica, because those that the model has are full
+    STAGED = "staged"  #: workers that load the whole model run it together meanwhile
+    SWITCHED = "switched"  #: from these to one that has the whole model
 
 
 class Dispatch(Struct, frozen=True):
     request_id: RequestId
-    model: ModelId
+    model: ModelId  #: as its worker hosts it: see `pipeline_name`
     worker: WorkerId
     why: Why
     waited_s: float
@@ -348,6 +350,8 @@ class Reject(Struct, frozen=True):
 
 
 class CancelRun(Struct, frozen=True):
+    """End the run of a request on a worker. The request has ended, or is dispatched again."""
+
     request_id: RequestId
     worker: WorkerId
 
@@ -392,6 +396,12 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class WhileLoading:
+    gather_s: float = 0.05  #: how long further loads are awaited after the second one
+    min_gain_s: float = 1.0  #: so much earlier than the first whole replica a pipeline must be ready
+
+
+@dataclass(frozen=True, slots=True)
 class BrainConfig:
     max_queue: int = 512  #: requests that wait for a slot, room or their model's first turn
     #: After this, a busy model is drained for a waiting request, unless they can take turns.
@@ -406,5 +416,6 @@ class BrainConfig:
     packing_s: float = 0.05  #: what an idle worker costs against a full one, in the routing cost
     spread_s: float = 0.2  #: what a node costs that has a replica already, against one that has none
     scaling: Scaling | None = None  #: None: there are no machines to be had
+    while_loading: WhileLoading | None = None  #: None: requests wait for whole replicas
     #: Bytes per second of each rung until it has shown its own speed.
     priors: Mapping[Rung, float] = field(default_factory=lambda: dict(PRIOR_BYTES_PER_S))

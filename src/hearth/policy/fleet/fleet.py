@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
-from hearth.core.types import Hold, ModelId, NodeId, RequestId, WorkerId
+from hearth.core.types import Hold, ModelId, NodeId, RequestId, WorkerId, model_of
 from hearth.policy.fleet.capacity import BUSY, PINNED, RETAINED, WARM, FleetCapacity, Promises
 from hearth.policy.fleet.demand import price_spare
 from hearth.policy.fleet.device_bytes import forget_worker, rank_retired
@@ -48,6 +48,10 @@ class Fleet:
         self.resting: dict[WorkerId, float] = {}
         #: No pipeline is formed before this: one was cut off, and the loss of a worker may come next.
         self.no_pipeline_until_s = -math.inf
+        #: Models that began to load on several workers, and when these may form a pipeline, in order.
+        self.gathering: dict[ModelId, float] = {}
+        #: Pipelines of workers that load the whole model, by the name that they are hosted under.
+        self.loading_pipelines: dict[ModelId, Replica] = {}
         self.draining: dict[NodeId, None] = {}
         self.num_workers_by_node: Counter[NodeId] = Counter()
         #: The most workers there have been at a time: a lost one is replaced.
@@ -77,6 +81,15 @@ class Fleet:
     def replicas(self) -> Iterator[Replica]:
         for worker in self.workers.values():
             yield from (one for one in worker.replicas.values() if one.worker is worker)
+
+    def served_by(self, replica: Replica) -> Model | None:
+        """Return the model whose requests a replica runs; None: it was removed."""
+        return self.models.get(model_of(replica.model.name)) if replica.is_temporary else replica.model
+
+    def pipelines_of(self, model: Model) -> list[Replica]:
+        """Return the pipelines of workers that load a model."""
+        pipelines = self.loading_pipelines.values()
+        return [one for one in pipelines if model_of(one.model.name) == model.name]
 
     # Workers and replicas.
 
@@ -171,6 +184,8 @@ class Fleet:
             stage.worker.used_s, stage.worker.replicas[model.name] = self.now_s, replica
             rank_retired(model, stage.worker)
         rank_retired(model, worker)
+        if replica.is_temporary:
+            self.models[model.name], self.loading_pipelines[model.name] = model, replica
         self.reindex(replica)
 
     def remove(self, replica: Replica) -> None:
@@ -181,6 +196,7 @@ class Fleet:
         for one in replica.workers:
             del one.replicas[model.name]
             rank_retired(model, one)
+        self.loading_pipelines.pop(model.name, None)
         if not model.replicas:
             model.named_keep_alive_s = None
         self.reindex(replica)
@@ -372,6 +388,9 @@ class Fleet:
             self.reindex_model(model)
         else:
             self.reindex(replica)
+        if replica.is_temporary:
+            self.reindex(replica)
+            self.queues.line_up(model)
 
     def end(self, request: Request) -> None:
         self.queues.remove(request)

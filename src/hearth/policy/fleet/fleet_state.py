@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 
 import msgspec
 
-from hearth.core.types import ModelId, NodeId, WorkerId
+from hearth.core.types import ModelId, NodeId, WorkerId, model_of
 from hearth.policy.fleet.capacity import CapacityIndex
 from hearth.policy.fleet.device_bytes import record_bytes
 from hearth.policy.fleet.estimates import Estimates
@@ -95,6 +95,7 @@ class FleetState:
     next_scaling_s: float = math.inf
     used_s: dict[WorkerId, float] = field(default_factory=dict)
     no_pipeline_until_s: float = -math.inf
+    gathering: dict[ModelId, float] = field(default_factory=dict)
 
 
 def save(fleet: Fleet) -> FleetState:
@@ -149,6 +150,7 @@ def save(fleet: Fleet) -> FleetState:
         next_scaling_s=fleet.next_scaling_s,
         no_pipeline_until_s=fleet.no_pipeline_until_s,
         used_s={name: one.used_s for name, one in fleet.workers.items()},
+        gathering=fleet.gathering,
     )
 
 
@@ -211,7 +213,7 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
         state.next_scaling_s,
     )
     fleet.estimates, fleet.resting = state.estimates, state.resting
-    fleet.no_pipeline_until_s = state.no_pipeline_until_s
+    fleet.no_pipeline_until_s, fleet.gathering = state.no_pipeline_until_s, state.gathering
     fleet.capacity.by_kind.update((kind, CapacityIndex()) for kind in state.kinds)
     fleet.draining = dict.fromkeys(state.draining)
     for joined in state.workers:
@@ -235,8 +237,11 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
         model.replicas[worker.name] = replicas[replica.number] = replica
         for host in replica.workers:
             host.replicas[model.name] = replica
+        if replica.is_temporary:
+            fleet.loading_pipelines[model.name] = replica
+        served = fleet.served_by(replica) or Model(model_of(model.name))  # that was removed
         for facts in each.running:
-            request = _restore_request(fleet, model, facts)
+            request = _restore_request(fleet, served, facts)
             request.replica = replica
             replica.running[request.request_id] = request
             fleet.queues.num_awaiting_turn += request.awaits_turn

@@ -81,7 +81,12 @@ def _plan_without(
     stages = find_stages(fleet, profile, lambda index: index.without[going], fits)
     if stages is None:
         return None
-    sizes = profile.stages[stages[0].worker.kind]
+    return _plan_in_room(fleet, profile.stages[stages[0].worker.kind], stages, going)
+
+
+def _plan_in_room(
+    fleet: Fleet, sizes: StageSizes, stages: tuple[PlannedStage, ...], going: Hold | None
+) -> PipelinePlan:
     chosen = [victim for stage in stages for victim in _choose_victims(fleet, stage, going)]
     victims = tuple({victim.replica: victim for victim in chosen}.values())
     num_blocks = sizes.context_blocks
@@ -90,6 +95,16 @@ def _plan_without(
         num_blocks = min(num_blocks + more, sizes.max_blocks)
     stages = tuple(_stage(sizes, one.worker, one.begin, one.end, num_blocks) for one in stages)
     return PipelinePlan(stages, victims, num_blocks, takes_turns=going is BUSY)
+
+
+def plan_over(fleet: Fleet, sizes: StageSizes, workers: list[Worker]) -> PipelinePlan | None:
+    """Return a pipeline of these workers of one kind, in free memory; None: they have too little."""
+
+    def fits(worker: Worker, footprint: Footprint) -> bool:
+        return worker.promises.has_room(footprint)
+
+    shares = sizes.split([partial(fits, worker) for worker in workers])
+    return None if shares is None else _plan_in_room(fleet, sizes, _stages(sizes, workers, shares), None)
 
 
 def find_stages(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from hearth.core.types import LOCAL, AdapterId, Hold, ModelId, NodeId, RequestId, Rung, WorkerId
+from hearth.core.types import LOCAL, AdapterId, Hold, ModelId, NodeId, RequestId, Rung, WorkerId, model_of
 from hearth.policy.fleet.capacity import BUSY, PAUSED, PINNED, RETAINED, WARM, Promises
 from hearth.policy.fleet.events import WantedAdapter
 from hearth.policy.fleet.prefixes import KnownPrefixes, PrefixDigest
@@ -269,6 +269,11 @@ class Replica:
     @property
     def workers(self) -> tuple[Worker, ...]:
         return tuple([stage.worker for stage in self.stages]) or (self.worker,)
+
+    @property
+    def is_temporary(self) -> bool:
+        """True for a pipeline of workers that load the whole model: see `loading_pipelines.py`."""
+        return bool(self.stages) and model_of(self.model.name) != self.model.name
 
     def stage_on(self, worker: Worker) -> ReplicaStage | None:
         return next((stage for stage in self.stages if stage.worker is worker), None)

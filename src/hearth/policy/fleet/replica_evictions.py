@@ -73,7 +73,7 @@ def price_victim(replica: Replica, worker: Worker, estimates: Estimates, now_s: 
 
 def order_evictions(replica: Replica, cost_s: float, *, is_freed: bool = False) -> list[Evict]:
     """Return the orders to stop hosting a removed replica, for all of its workers."""
-    name = replica.model.name
+    name, is_freed = replica.model.name, is_freed or replica.is_temporary
     return [Evict(name, worker.name, cost_s, is_freed) for worker in replica.workers]
 
 

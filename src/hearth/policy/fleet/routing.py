@@ -82,6 +82,8 @@ class ReplicaPlace:
 
 def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
     model = request.model
+    if fleet.loading_pipelines and (staged := _choose_loading_pipeline(fleet, request)) is not None:
+        return staged
     if not model.with_free_slot:
         return None
     free = (model.replicas[name] for name in model.with_free_slot)
@@ -93,6 +95,23 @@ def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
     num_beside = min(MAX_BESIDE, MAX_OPTIONS - len(options))
     beside = _show_others(fleet, model, {option.worker for option in options}, num_beside)
     return FreeReplica(replicas[best], (*options, *beside))
+
+
+def _choose_loading_pipeline(fleet: Fleet, request: Request) -> FreeReplica | None:
+    """Return the pipeline of workers that load a request's model; None: a whole replica comes first, or no
+    pipeline has a slot."""
+    model = request.model
+    whole = (model.replicas[name] for name in model.with_free_slot)
+    if request.adapter is not None or any(
+        one.is_ready and one.has_slot_for(request, fleet.now_s) for one in whole
+    ):
+        return None
+    for replica in fleet.pipelines_of(model):
+        if replica.takes_requests and replica.has_slot_for(request, fleet.now_s):
+            missing_bytes = max(one.total_bytes - one.loaded_bytes for one in replica.stages)
+            option = _price_option(fleet, model, replica.worker, missing_bytes=missing_bytes)
+            return FreeReplica(replica, (option,))
+    return None
 
 
 def choose_place(

@@ -17,9 +17,10 @@ models that are deployed as pinned and on too few workers, if possible on nodes 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from itertools import islice, takewhile
 
-from hearth.core.types import LOCAL, Member, ModelId, Pipeline
+from hearth.core.types import LOCAL, Member, ModelId, Pipeline, RequestId
 from hearth.policy.fleet.capacity import BUSY, PAUSED, RETAINED, WARM
 from hearth.policy.fleet.demand import expect_ends, pays_off
 from hearth.policy.fleet.drain import begin_drain, is_done, is_in_vain, is_needless, may_give_room, plan_drain
@@ -27,7 +28,8 @@ from hearth.policy.fleet.events import Action, Dispatch, LoadModel, Option, SetT
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pipelines import PipelinePlan, could_hold
 from hearth.policy.fleet.prefixes import MAX_DIGESTS, PREFIX_TOKENS
-from hearth.policy.fleet.records import Drain, Model, Replica, ReplicaStage, Request
+from hearth.policy.fleet.profile import Footprint
+from hearth.policy.fleet.records import Drain, Model, Replica, ReplicaStage, Request, Worker
 from hearth.policy.fleet.replica_evictions import order_evictions
 from hearth.policy.fleet.reserved_workers import ReservedWorkers
 from hearth.policy.fleet.room_candidates import FIRST_PLACE, RoomCandidates, keeps_room, kept_until_s
@@ -193,17 +195,16 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace, num_before: int = 0) 
         reused_bytes=reused_bytes,
         loaded_bytes=reused_bytes,
     )
-    max_kv_bytes = min(footprint.max_kv_bytes, worker.promises.budget_bytes - footprint.fixed_bytes)
     if footprint.kv_token_bytes:
-        max_digests = max_kv_bytes // footprint.kv_token_bytes // PREFIX_TOKENS
+        max_digests = _max_kv_bytes(worker, footprint) // footprint.kv_token_bytes // PREFIX_TOKENS
         replica.prefixes.max_digests = min(MAX_DIGESTS, max_digests)
     if place.pipeline is not None:
-        actions += _form(fleet, replica, place.pipeline)
+        actions += form_pipeline(fleet, replica, place.pipeline)
     else:
         fleet.add(replica)
-        actions.append(
-            LoadModel(model.name, worker.name, footprint.min_kv_bytes, max_kv_bytes, footprint.promise)
-        )
+        actions.append(order_load(replica))
+        if fleet.config.while_loading is not None and len(model.loading) > 1:
+            fleet.gathering.setdefault(model.name, fleet.now_s + fleet.config.while_loading.gather_s)
     at = max(0, min(num_before, len(model.waiting) - replica.max_seqs))
     if len(model.usable) > 1:
         for request in list(islice(model.waiting.values(), at, at + replica.max_seqs)):
@@ -216,7 +217,20 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace, num_before: int = 0) 
     return actions + fill_slots(fleet, model)
 
 
-def _form(fleet: Fleet, replica: Replica, plan: PipelinePlan) -> list[Action]:
+def order_load(replica: Replica) -> LoadModel:
+    """Return the order to load a whole replica."""
+    model, worker = replica.model, replica.worker
+    assert model.profile is not None, f"removed: `{model.name}`"
+    footprint = model.profile.footprints[worker.kind]
+    max_kv_bytes = _max_kv_bytes(worker, footprint)
+    return LoadModel(model.name, worker.name, footprint.min_kv_bytes, max_kv_bytes, replica.promise)
+
+
+def _max_kv_bytes(worker: Worker, footprint: Footprint) -> int:
+    return min(footprint.max_kv_bytes, worker.promises.budget_bytes - footprint.fixed_bytes)
+
+
+def form_pipeline(fleet: Fleet, replica: Replica, plan: PipelinePlan) -> list[Action]:
     replica.stages = tuple(
         ReplicaStage(one.worker, one.footprint.promise, one.begin, one.end, one.num_bytes)
         for one in plan.stages
@@ -224,7 +238,8 @@ def _form(fleet: Fleet, replica: Replica, plan: PipelinePlan) -> list[Action]:
     fleet.add(replica)
     name = replica.model.name
     members = tuple(Member(one.worker.name, one.begin, one.end) for one in plan.stages)
-    pipeline = Pipeline(f"{name}-{replica.number}", members, plan.num_blocks)
+    unique = name if replica.is_temporary else f"{name}-{replica.number}"
+    pipeline = Pipeline(unique, members, plan.num_blocks)
     needs = [(one.worker.name, one.footprint) for one in plan.stages]
     return [
         LoadModel(name, worker, one.min_kv_bytes, one.max_kv_bytes, one.promise, pipeline)
@@ -232,10 +247,16 @@ def _form(fleet: Fleet, replica: Replica, plan: PipelinePlan) -> list[Action]:
     ]
 
 
-def fill_slots(fleet: Fleet, model: Model) -> list[Action]:
+def fill_slots(fleet: Fleet, model: Model, switching: Collection[RequestId] = frozenset()) -> list[Action]:
+    """Dispatch waiting requests. `switching`: those that ran on workers that were loading the model."""
     actions: list[Action] = []
     while (first := model.first_waiting) is not None and (chosen := choose_replica(fleet, first)) is not None:
-        why = _why_now(fleet, first, Why.RESIDENT if chosen.replica.is_ready else Why.LOADING)
+        if chosen.replica.is_temporary:
+            why = Why.STAGED
+        elif first.request_id in switching:
+            why = Why.SWITCHED
+        else:
+            why = _why_now(fleet, first, Why.RESIDENT if chosen.replica.is_ready else Why.LOADING)
         actions.append(_dispatch(fleet, first, chosen.replica, why, chosen.options))
     return actions
 
@@ -246,7 +267,7 @@ def _dispatch(
     fleet.start(request, replica)
     return Dispatch(
         request_id=request.request_id,
-        model=request.model.name,
+        model=replica.model.name,
         worker=replica.worker.name,
         why=why,
         waited_s=fleet.now_s - request.queued_s,
@@ -328,6 +349,8 @@ def set_timer(fleet: Fleet) -> list[Action]:
         at_s = min(at_s, fleet.no_pipeline_until_s)
     if fleet.resting:
         at_s = min(at_s, next(iter(fleet.resting.values())))
+    if fleet.gathering:
+        at_s = min(at_s, next(iter(fleet.gathering.values())))
     for drain in fleet.drains.values():
         if (until_s := drain.began_s + fleet.config.max_drain_s) >= at_s:
             break

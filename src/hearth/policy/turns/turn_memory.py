@@ -35,6 +35,7 @@ class TurnModel:
     quantum_s: float
     wait_s: float  #: for how long its turn waits for requests without a token
     is_pinned: bool = False
+    is_awaited: bool = False  #: until it is loaded, also without requests
     requests: dict[RequestId, PacedRequest] = field(default_factory=dict)
     turn: Turn | None = None
     began_s: float | None = None  #: its turn, or the last one; None: it never had one and has no memory
@@ -48,7 +49,7 @@ class TurnModel:
 
     @property
     def wants_turn(self) -> bool:
-        return self.is_pinned or bool(self.requests)
+        return self.is_pinned or self.is_awaited or bool(self.requests)
 
     @property
     def due_s(self) -> float:

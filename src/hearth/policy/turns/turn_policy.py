@@ -125,6 +125,12 @@ class TurnPolicy:
         self._want(known, now_s)
         known.is_pinned = is_pinned
 
+    def awaited(self, model: ModelId, now_s: float) -> None:
+        """Have a model be loaded in a turn, also without requests. No other turn ends for that."""
+        known = self._models[model]
+        self._want(known, now_s)
+        known.is_awaited = True
+
     def arrived(
         self, model: ModelId, request_id: RequestId, pace: Pace, now_s: float, age_s: float, num_tokens: int
     ) -> None:
@@ -163,9 +169,10 @@ class TurnPolicy:
             known.turn.resuming.discard(request_id)
 
     def loaded(self, model: ModelId, now_s: float) -> None:
-        turn = self._models[model].turn
-        if turn is not None and turn.loaded_s is None:
-            turn.loaded_s = now_s
+        known = self._models[model]
+        known.is_awaited = False
+        if known.turn is not None and known.turn.loaded_s is None:
+            known.turn.loaded_s = now_s
 
     def is_in_turn(self, model: ModelId) -> bool:
         known = self._models.get(model)

@@ -1,0 +1,163 @@
+"""Pipelines of workers that load the same model at once, which serve it before any of them is whole. Pure.
+
+After a burst several workers load a model from its beginning, and none can answer until it has all of it. As
+a pipeline each loads the layers of its stage first, and the rest of the model behind them. So together they
+have the model after a fraction of that time:
+
+    worker 1  | layers 0-13  | the rest                 |
+    worker 2  | layers 14-27 | the rest                 |
+                             | they answer in stages    | each answers alone
+
+A stage is hosted beside the whole model, under a name of its own, and has its own promise and KV. A pipeline
+is formed over workers that have room for both, `gather_s` after the second load was ordered, and only if it
+is ready by `min_gain_s` earlier than the first whole replica. Requests that wait for the loads go there, and
+new ones until a whole replica is ready. When no member is loading any more, the pipeline is dissolved. What
+still runs continues on whole replicas like the requests of a lost worker: prompt and tokens are computed
+again, and no KV is moved.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from hearth.core.types import Rung, pipeline_name
+from hearth.policy.fleet.events import Action, CancelRun, Evict
+from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.pipelines import PipelinePlan, PlannedStage, plan_over
+from hearth.policy.fleet.profile import MAX_STAGES, MIN_STAGES, ModelProfile
+from hearth.policy.fleet.records import Model, Replica, Request, Worker
+from hearth.policy.fleet.replica_evictions import order_evictions
+from hearth.policy.fleet.serving import fill_slots, form_pipeline, order_load
+
+
+def serve_while_loading(fleet: Fleet) -> list[Action]:
+    actions: list[Action] = []
+    while fleet.gathering and next(iter(fleet.gathering.values())) <= fleet.now_s:
+        name = next(iter(fleet.gathering))
+        del fleet.gathering[name]
+        if (model := fleet.models.get(name)) is not None:
+            actions += _form(fleet, model)
+    for replica in list(fleet.loading_pipelines.values()):
+        model = fleet.served_by(replica)
+        if model is None or replica.is_stale:
+            continue  # its requests end there
+        if _is_over(model, replica):
+            actions += _dissolve(fleet, model, replica)
+        else:
+            actions += fill_slots(fleet, model)
+    return actions
+
+
+def _form(fleet: Fleet, model: Model) -> list[Action]:
+    """Have the workers that load a model load it in stages first, and give these the waiting requests."""
+    profile, while_loading = model.profile, fleet.config.while_loading
+    if profile is None or while_loading is None or fleet.pipelines_of(model):
+        return []
+    plan = _plan(fleet, model, profile)
+    if plan is None or not any(one.running for one in model.loading.values()):
+        return []
+    if _gain_s(fleet, model, plan.stages) < while_loading.min_gain_s:
+        return []
+    actions: list[Action] = []
+    loading = [model.loading[stage.worker.name] for stage in plan.stages]
+    for replica in loading:
+        actions += _take_back(fleet, list(replica.running.values()))
+        fleet.remove(replica)
+        actions.append(Evict(model.name, replica.worker.name, 0.0, is_freed=False))
+        fleet.add(_unloaded(replica))
+    first, name = plan.stages[0], pipeline_name(model.name, fleet.num_added + 1)
+    pipeline = Replica(
+        Model(name),
+        first.worker,
+        first.footprint.promise,
+        profile.num_bytes,
+        profile.digest,
+        max_seqs=first.footprint.max_seqs,
+    )
+    actions += form_pipeline(fleet, pipeline, plan)
+    actions += [order_load(model.replicas[stage.worker.name]) for stage in plan.stages]
+    return actions + fill_slots(fleet, model)
+
+
+def _unloaded(replica: Replica) -> Replica:
+    """Return a replica whose load begins again behind that of a stage."""
+    return Replica(
+        replica.model,
+        replica.worker,
+        replica.promise,
+        replica.total_bytes,
+        replica.digest,
+        max_seqs=replica.max_seqs,
+        reused_bytes=replica.reused_bytes,
+        loaded_bytes=replica.reused_bytes,
+        prefixes=replica.prefixes,
+    )
+
+
+def _plan(fleet: Fleet, model: Model, profile: ModelProfile) -> PipelinePlan | None:
+    """Return the pipeline with the most members of one kind, in the order of their names."""
+    workers_by_kind: dict[str, list[Worker]] = defaultdict(list)
+    for replica in model.loading.values():
+        sizes = profile.stages.get(replica.worker.kind)
+        if sizes is None or replica.stages:
+            continue
+        if replica.worker.promises.has_room(sizes.footprint(1, is_first=False, is_last=False)):
+            workers_by_kind[replica.worker.kind].append(replica.worker)
+    kind = max(workers_by_kind, key=lambda one: (len(workers_by_kind[one]), one), default=None)
+    if kind is None or len(workers_by_kind[kind]) < MIN_STAGES:
+        return None
+    sizes = profile.stages[kind]
+    workers = sorted(workers_by_kind[kind], key=lambda one: one.name)[: min(MAX_STAGES, sizes.num_layers)]
+    return plan_over(fleet, sizes, workers)
+
+
+def _gain_s(fleet: Fleet, model: Model, stages: Sequence[PlannedStage]) -> float:
+    """Return how much earlier all stages are loaded than the first whole replica.
+
+    Stages that come over the same way, from one disk or from one other node, come one after the other.
+    """
+    estimates, loading = fleet.estimates, model.loading.values()
+    whole_s = min(
+        estimates.load_s(one.total_bytes - one.loaded_bytes, model, one.worker.node) for one in loading
+    )
+    bytes_by_way: dict[str, int] = defaultdict(int)
+    for stage in stages:
+        bytes_by_way[_way(model, stage.worker)] += stage.num_bytes
+    stages_s = max(
+        estimates.load_s(bytes_by_way[_way(model, one.worker)], model, one.worker.node) for one in stages
+    )
+    return whole_s - stages_s
+
+
+def _way(model: Model, worker: Worker) -> str:
+    """Return what limits a load: a worker's own bus, the disk of its node, or the node that sends."""
+    own = model.residency.get(worker.node, {})
+    if model.profile is not None and own.get(Rung.HOST, 0) >= model.profile.num_bytes:
+        return worker.name
+    return worker.node if any(own.values()) else model.source_for(worker.node) or worker.node
+
+
+def _is_over(model: Model, pipeline: Replica) -> bool:
+    """True if no member is loading any more, or one was whole before all stages were there."""
+    members = [model.usable[one.name] for one in pipeline.workers if one.name in model.usable]
+    is_any_ready = any(one.is_ready for one in members)
+    return all(one.is_ready for one in members) or (is_any_ready and not pipeline.is_ready)
+
+
+def _dissolve(fleet: Fleet, model: Model, pipeline: Replica) -> list[Action]:
+    running = list(pipeline.running.values())
+    actions = _take_back(fleet, running)
+    fleet.remove(pipeline)
+    actions += order_evictions(pipeline, 0.0)
+    return actions + fill_slots(fleet, model, {one.request_id for one in running})
+
+
+def _take_back(fleet: Fleet, requests: Sequence[Request]) -> list[Action]:
+    """Have requests wait again that run."""
+    actions: list[Action] = []
+    for request in requests:
+        assert request.replica is not None, f"waits already: `{request.request_id}`"
+        actions.append(CancelRun(request.request_id, request.replica.worker.name))
+        fleet.requeue(request, is_at_fault=False)
+    return actions
