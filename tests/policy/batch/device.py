@@ -345,10 +345,10 @@ class Loop:
 
     def step(self) -> StepPlan | None:
         """One turn of the live loop: plan ahead, then commit what came before."""
-        if len(self.in_flight) == self.batcher.max_in_flight:
+        if len(self.in_flight) >= self.batcher.max_in_flight:
             self.commit()
-        is_idle = not self.in_flight
-        plan, blocks = self.launch(), self.batcher.blocks
+        is_idle, blocks = not self.in_flight, self.batcher.blocks
+        plan = self.launch() if len(self.in_flight) < self.batcher.max_in_flight else None
         is_starved = blocks.num_blocks < blocks.floor_blocks
         assert plan or not is_idle or not self.live or is_starved, "nothing in flight and nothing to do"
         if len(self.in_flight) == self.batcher.max_in_flight or (plan is None and self.in_flight):
