@@ -372,3 +372,18 @@ def test_nodes_make_snapshots_of_their_own() -> None:
     snapshots.receive(WorkerId("w0"), SnapshotMade(TINY, 1, num_bytes=5), is_current=True)
     snapshots.loaded(WorkerId("w1"), TINY, 2)
     assert made_orders(links[WorkerId("w1")]) == [], "it finds that of its machine"
+
+
+def test_workers_make_snapshots_of_their_own_stages() -> None:
+    snapshots, links = Snapshots(Metrics()), {}
+    for worker in map(WorkerId, ("w0", "w1")):
+        links[worker] = RecordingLink()
+        snapshots.joined(worker, links[worker])  # type: ignore[arg-type] # as much of a link as is needed
+        looked = SnapshotLooked(TINY, 1, SnapshotOutcome.MISSING)
+        snapshots.receive(worker, looked, is_current=True)
+        snapshots.loaded(worker, TINY, 1, is_stage=True)
+    assert [len(made_orders(link)) for link in links.values()] == [1, 1]
+    snapshots.receive(WorkerId("w0"), SnapshotMade(TINY, 1, num_bytes=5), is_current=True)
+    snapshots.left(WorkerId("w1"), TINY)  # too soon
+    snapshots.loaded(WorkerId("w1"), TINY, 2, is_stage=True)
+    assert [len(made_orders(link)) for link in links.values()] == [1, 2]

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
-from hearth.core.messages import HostingFailed, HostModel, ModelLoaded
-from hearth.core.types import Member, Pipeline, WorkerId
+from hearth.core.messages import (
+    HostingFailed,
+    HostModel,
+    MakeSnapshot,
+    ModelLoaded,
+    ModelUse,
+    SnapshotLooked,
+    SnapshotMade,
+)
+from hearth.core.types import Member, ModelId, Pipeline, SnapshotOutcome, WorkerId
 from hearth.policy.fleet.footprint import PAGE_BYTES
+from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.format.manifest import read_manifest
 from tests.engine.harness import prompts_for
 from tests.store.stored import converted
 from tests.worker.harness import (
     CONFIG,
+    PATIENCE_S,
     Rig,
     folder,
     greedy,
@@ -31,7 +43,7 @@ KINDS = [pytest.param("cpu", marks=pytest.mark.e2e), pytest.param("cuda", marks=
 
 
 @contextmanager
-def workers(kind: str, num_workers: int) -> Iterator[list[Rig]]:
+def workers(kind: str, num_workers: int, **settings: object) -> Iterator[list[Rig]]:
     budget_bytes = 2 << 30 if kind == "cuda" else 64 << 20
     with ExitStack() as stack:
         place = stack.enter_context(folder())
@@ -46,6 +58,7 @@ def workers(kind: str, num_workers: int) -> Iterator[list[Rig]]:
                     num_sharing=num_workers,
                     budget_bytes=budget_bytes,
                     stages_path=str(place),
+                    **settings,
                 )
             )
             for number in range(num_workers)
@@ -64,6 +77,7 @@ def orders(num_workers: int, name: str = "p") -> list[HostModel]:
             where,
             pipeline=pipeline,
             member=number,
+            slot=7,
             kv_floor_bytes=4 * PAGE_BYTES,
             max_kv_bytes=4 * PAGE_BYTES,
         )
@@ -94,3 +108,41 @@ def test_processes_say_together_what_one_says_and_come_back_without_one(kind: st
         for rig, order in zip(three[:2], orders(2, "q"), strict=True):
             rig.gateway.send(order)
         assert ask(three[0]) == alone
+
+
+def state_of(rig: Rig) -> ModelUse:
+    (use,) = rig.gateway.ping().models
+    return use
+
+
+def look_of(rig: Rig) -> SnapshotLooked:
+    found = [fact for fact in rig.gateway.facts if isinstance(fact, SnapshotLooked)]
+    return found[0] if found else rig.gateway.until_kind(SnapshotLooked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_workers_use_the_snapshots_of_each_stage(kind: str, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"snapshots_path": str(tmp_path), "snapshot_bytes": 1 << 30}
+    with workers(kind, 2, **settings) as two:
+        for rig, order in zip(two, orders(2), strict=True):
+            rig.gateway.send(order)
+        expected = ask(two[0])
+        for rig in two:
+            looked = look_of(rig)
+            assert looked.outcome is SnapshotOutcome.MISSING, f"{looked}"
+            rig.gateway.send(MakeSnapshot(ModelId(NAME), looked.hosting))
+            assert rig.gateway.until_kind(SnapshotMade).failure is None
+        assert ask(two[0]) == expected
+    assert len(SnapshotDirectory.open(tmp_path, 1 << 30).entries()) == 2
+    with workers(kind, 2, **settings) as two:
+        for rig, order in zip(two, orders(2, "q"), strict=True):
+            rig.gateway.send(order)
+        assert ask(two[0]) == expected
+        assert [look_of(rig).outcome for rig in two] == [SnapshotOutcome.USED] * 2
+        if kind == "cuda":
+            give_up_s = time.monotonic() + PATIENCE_S
+            while not all(state_of(rig).num_restored_graphs for rig in two) and time.monotonic() < give_up_s:
+                assert ask(two[0]) == expected
+            uses = [state_of(rig) for rig in two]
+            assert all(use.num_restored_graphs and not use.num_captured_graphs for use in uses), f"{uses}"
+        assert ask(two[0]) == expected

@@ -31,6 +31,7 @@ from hearth.control.datadir import DataDir
 from hearth.control.observe.views import SnapshotView
 from hearth.core.errors import ConfigError, DataDirError, SnapshotError
 from hearth.core.types import SnapshotPhase
+from hearth.snapshot.cost_profile import SECTION as COSTS
 from hearth.snapshot.cost_profile import MeasuredProfile, cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory, SnapshotEntry
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
@@ -276,11 +277,13 @@ def _digest_of(data_dir: Path, name: str) -> str:
 
 
 def cost_profile(data_dir: Path, name: str) -> MeasuredProfile:
-    """Return the measurements in the most recently used snapshot of a model. Raises HearthError."""
+    """Return the measurements in the most recently used snapshot of a whole model. Raises HearthError."""
     digest, directory = _digest_of(data_dir, name), _LocalSnapshots.of(data_dir).directory
-    opened = None if directory is None else directory.newest(digest)
+    opened = None if directory is None else directory.newest(digest, lambda one: COSTS in one)
     if opened is None:
-        raise SnapshotError(f"`{name}` has no snapshot; make one with `hearth snapshot {name}`")
+        raise SnapshotError(
+            f"`{name}` has no snapshot of the whole model; make one with `hearth snapshot {name}`"
+        )
     with opened:
         return cost_profile_of(opened)
 

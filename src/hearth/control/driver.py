@@ -297,11 +297,13 @@ class Driver:
         if link is not None:
             link.send(order)
 
-    def ready_stay(self, model: ModelId) -> HostingStay | None:
+    def ready_stays(self, model: ModelId) -> list[HostingStay]:
+        """Return the stay of a replica that is loaded, or those of its stages; empty: none is loaded."""
         for replica in self.fleet.replicas():
-            if replica.model.name == model and replica.is_ready and not replica.stages:
-                return HostingStay(replica.worker.name, self._hostings[replica.worker.name, model])
-        return None
+            if replica.model.name == model and replica.is_ready:
+                workers = [worker.name for worker in replica.workers]
+                return [HostingStay(worker, self._hostings[worker, model]) for worker in workers]
+        return []
 
     # Workers.
 
@@ -474,8 +476,7 @@ class Driver:
                         now_s, worker, model, rungs, fact.total_s, fact.ahead_bytes, fact.shared_bytes
                     )
                 )
-                if not is_stage:  # which has no snapshots
-                    self._snapshots.loaded(worker, model, fact.hosting)
+                self._snapshots.loaded(worker, model, fact.hosting, is_stage=is_stage)
             case messages.HostingFailed(model):
                 self._failures[model] = fact.label
                 del self._hostings[worker, model]

@@ -37,7 +37,7 @@ from hearth.control.requests.request_checks import check_prompt, check_reading, 
 from hearth.control.requests.request_pace import pace_of
 from hearth.control.snapshots import Snapshots
 from hearth.core.errors import ConfigError, HearthError, RequestError, ServiceError, ShuttingDown
-from hearth.core.messages import SnapshotProgress
+from hearth.core.messages import SnapshotMade, SnapshotProgress
 from hearth.core.types import LOCAL, ModelId, Pace, RequestId, Rung, SamplingParams, SnapshotPhase
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
@@ -241,17 +241,27 @@ class Gateway:
             finally:
                 stream.close()
         yield _snapshot_progress(SnapshotPhase.WAITING)
-        # No `await` between this and the order: the model must not leave meanwhile.
-        stay = self._driver.ready_stay(model)
-        if stay is None:
-            raise ServiceError(f"`{model}` left device memory at once, as others need the room; try again")
-        async with aclosing(self._snapshots.make(stay.worker, model, stay.hosting)) as facts:
-            async for fact in facts:
-                if isinstance(fact, SnapshotProgress):
-                    yield _snapshot_progress(SnapshotPhase.MEASURING, fact.num_done, fact.num_steps)
-                else:
-                    view = SnapshotView(str(model), fact.num_bytes, fact.unbooked_bytes, fact.seconds)
-                    yield {"event": "done", "snapshot": view}
+        stays = self._driver.ready_stays(model)
+        made = list[SnapshotMade]()
+        for stay in stays:
+            # No `await` between this and the order: the model must not leave meanwhile.
+            if stay not in self._driver.ready_stays(model):
+                break
+            async with aclosing(self._snapshots.make(stay.worker, model, stay.hosting)) as facts:
+                async for fact in facts:
+                    if isinstance(fact, SnapshotProgress):
+                        yield _snapshot_progress(SnapshotPhase.MEASURING, fact.num_done, fact.num_steps)
+                    else:
+                        made.append(fact)
+        if not stays or len(made) < len(stays):
+            raise ServiceError(f"`{model}` left device memory, as others need the room; try again")
+        view = SnapshotView(
+            str(model),
+            sum(one.num_bytes for one in made),
+            max(one.unbooked_bytes for one in made),
+            sum(one.seconds for one in made),
+        )
+        yield {"event": "done", "snapshot": view}
 
     async def unload(self, name: str, free: bool) -> UnloadView:
         """Keep a model only until its memory is needed, or, with `free`, free it when it is idle."""

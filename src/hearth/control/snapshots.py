@@ -2,7 +2,8 @@
 
 A worker says whether it used a snapshot when it assembled an engine. If not, one is ordered when the model is
 loaded, and made when the worker is idle. If the model leaves first, it is ordered again at the next load. A
-snapshot made before the model had adapters is used, and remade with the graphs of adapter steps.
+snapshot made before the model had adapters is used, and remade with the graphs of adapter steps. Of a model
+in stages each worker makes that of its own layers.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Snapshots:
         self._lacking: set[tuple[WorkerId, ModelId]] = set()
         #: The stays of models that are loaded completely.
         self._stays: dict[tuple[WorkerId, ModelId], int] = {}
+        self._stages: set[tuple[WorkerId, ModelId]] = set()  #: of these, those of some layers
         self._notes: dict[ModelId, str] = {}
 
     @property
@@ -77,15 +79,22 @@ class Snapshots:
         self._wanted = {key for key in self._wanted if key[0] != worker}
         self._lacking = {key for key in self._lacking if key[0] != worker}
         self._stays = {key: hosting for key, hosting in self._stays.items() if key[0] != worker}
+        self._stages.intersection_update(self._stays)
 
     def left(self, worker: WorkerId, model: ModelId) -> None:
         self._stays.pop((worker, model), None)
+        self._stages.discard((worker, model))
         self._end((worker, model), "the model left device memory")
 
-    def loaded(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
+    def loaded(self, worker: WorkerId, model: ModelId, hosting: int, *, is_stage: bool = False) -> None:
         self._stays[worker, model] = hosting
-        key, node = (worker, model), node_of(worker)
-        if key in self._wanted and not any((node_of(w), m) == (node, model) for w, m in self._makings):
+        if is_stage:
+            self._stages.add((worker, model))
+        self._order_if_wanted(worker, model, hosting)
+
+    def _order_if_wanted(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
+        key = worker, model
+        if key in self._wanted and not any(self._is_same(key, other) for other in self._makings):
             self._order(worker, model, hosting)
 
     def adapters_deployed(self) -> None:
@@ -134,7 +143,7 @@ class Snapshots:
                 "made when the worker is idle"
             )
         if self._stays.get((worker, fact.model)) == fact.hosting:  # discarded by a model that is loaded
-            self.loaded(worker, fact.model, fact.hosting)
+            self._order_if_wanted(worker, fact.model, fact.hosting)
 
     def _progressed(self, worker: WorkerId, fact: SnapshotProgress) -> None:
         if (making := self._makings.get((worker, fact.model))) is not None:
@@ -147,15 +156,16 @@ class Snapshots:
             self._notes.pop(fact.model, None)
         else:
             self._notes[fact.model] = f"no snapshot of `{fact.model}` could be made: {fact.failure}"
-        self._wanted = {key for key in self._wanted if not _is_same(key, worker, fact.model)}
-        making = self._makings.pop((worker, fact.model), None)
+        made = worker, fact.model
+        self._wanted = {key for key in self._wanted if not self._is_same(key, made)}
+        making = self._makings.pop(made, None)
         for follower in () if making is None else making.followers:
             follower.put_nowait(fact)
         if fact.failure is None and making is not None:
             # An adapter may have come meanwhile. A snapshot ordered with adapter graphs is not made again.
             lacks_adapters = fact.lacks_adapters and not making.has_adapters
             if not lacks_adapters:  # other workers of the node find the new one
-                self._lacking = {key for key in self._lacking if not _is_same(key, worker, fact.model)}
+                self._lacking = {key for key in self._lacking if not self._is_same(key, made)}
             self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
 
     def _made_late(self, worker: WorkerId, fact: SnapshotMade) -> None:
@@ -227,22 +237,24 @@ class Snapshots:
         )
         self._wanted.add((worker, model))
         if (hosting := self._stays.get((worker, model))) is not None:
-            self.loaded(worker, model, hosting)
+            self._order_if_wanted(worker, model, hosting)
 
     def _order(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
         has_adapters = model in self._bases()
         self._makings[worker, model] = _OrderedSnapshot(has_adapters)
         self._links[worker].send(MakeSnapshot(model, hosting, has_adapters))
 
+    def _is_same(self, key: tuple[WorkerId, ModelId], other: tuple[WorkerId, ModelId]) -> bool:
+        """True if one snapshot is for both: of one model on one node, and not of different stages."""
+        if key == other:
+            return True
+        is_any_stage = key in self._stages or other in self._stages
+        return (node_of(key[0]), key[1]) == (node_of(other[0]), other[1]) and not is_any_stage
+
     def _end(self, key: tuple[WorkerId, ModelId], why: str) -> None:
         if (making := self._makings.pop(key, None)) is not None:
             for follower in making.followers:
                 follower.put_nowait(SnapshotMade(key[1], 0, failure=why))
-
-
-def _is_same(key: tuple[WorkerId, ModelId], worker: WorkerId, model: ModelId) -> bool:
-    """True if a snapshot that a worker has made of a model is for `key`, too: nodes keep their own."""
-    return key[1] == model and node_of(key[0]) == node_of(worker)
 
 
 def _log_files_left(collected: asyncio.Future[None]) -> None:

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,12 +145,20 @@ class SnapshotDirectory:
         except OSError as error:
             raise SnapshotError(f"the snapshot `{path}` cannot be read: {error}") from error
 
-    def newest(self, model: str) -> OpenSnapshot | None:
-        """Return the most recently used readable snapshot; None: the model has none. Raises SnapshotError."""
+    def newest(
+        self, model: str, is_wanted: Callable[[OpenSnapshot], bool] = lambda opened: True
+    ) -> OpenSnapshot | None:
+        """Return the most recently used readable snapshot that is wanted; None: the model has none.
+
+        Raises SnapshotError.
+        """
         refusal: SnapshotError | None = None
         for entry in sorted(self.entries(model), key=lambda one: one.used_at_s, reverse=True):
             try:
-                return self.open_file(entry.path)
+                opened = self.open_file(entry.path)
+                if is_wanted(opened):
+                    return opened
+                opened.close()
             except SnapshotError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):  # else it was just removed
                     refusal = refusal or error
@@ -169,7 +177,10 @@ class SnapshotDirectory:
             return opened.fingerprint.slot
 
     def differences(self, fingerprint: Fingerprint) -> list[FieldDifference]:
-        if (opened := self.newest(fingerprint.manifest)) is None:
+        """Return how the newest snapshot of the same layers differs."""
+        layers = fingerprint.layers
+        opened = self.newest(fingerprint.manifest, lambda one: one.fingerprint.layers == layers)
+        if opened is None:
             return []
         with opened:
             return fingerprint.differences(opened.fingerprint)

@@ -24,7 +24,7 @@ class FieldDifference:
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     manifest: str  #: digest of the model's manifest
-    layers: str  #: the hosted layers, like 0-32
+    layers: str  #: the hosted layers, like 0-32, and those of KV blocks if they are others
     addresses: str  #: the slot of the model's address space and its ranges; empty on a CPU
     dtype: str  #: of computation
     limits: str  #: of steps, and the context length

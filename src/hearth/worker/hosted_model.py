@@ -378,10 +378,14 @@ class HostedModel:
         """Wait until no step touches its memory. Its requests have ended."""
         if self.member is not None:
             self.member.close()
+        self.settle_steps()
+
+    def settle_steps(self) -> None:
+        """Wait for the steps that were under way when its requests ended, not for other members."""
         if (served := self.served) is None:
             return
         if self.member is None:
-            served.engine.flush()  # what was under way when its requests ended
+            served.engine.flush()
         else:
             served.engine.runner.synchronize()
 

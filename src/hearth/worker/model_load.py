@@ -309,7 +309,7 @@ class ModelLoad:
 
     def _look(self, engine: Engine) -> SnapshotLook | None:
         snapshots = self._resources.snapshots
-        if snapshots is None or self._member is not None:  # snapshots are those of whole models
+        if snapshots is None:
             return None
         post = self._post
         return snapshots.look(

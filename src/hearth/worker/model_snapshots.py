@@ -13,6 +13,7 @@ import torch
 from hearth.core.config import EngineConfig
 from hearth.core.errors import SnapshotError, SnapshotFatal
 from hearth.core.types import SnapshotOutcome
+from hearth.engine.assemble import ModelSpec
 from hearth.engine.engine import Engine
 from hearth.memory.pool import Space
 from hearth.models.buffers import name_of
@@ -120,7 +121,7 @@ class ModelSnapshots:
         limits = {**asdict(model.limits), "max_context": model.max_context}
         return Fingerprint(
             manifest=str(manifest.digest),
-            layers=f"0-{model.arch.num_layers}",
+            layers=_layers(model),
             addresses=_addresses(space, spec.shape.slot) if self._device.type == "cuda" else "",
             dtype=name_of(model.dtype),
             limits=" ".join(f"{name}={value}" for name, value in limits.items()),
@@ -134,6 +135,13 @@ class ModelSnapshots:
             triton=found.triton,
             sources=found.sources,
         )
+
+
+def _layers(model: ModelSpec) -> str:
+    found = f"{model.layers.start}-{model.layers.stop}"
+    if model.kv_layers == model.layers:
+        return found
+    return f"{found} of {model.kv_layers.start}-{model.kv_layers.stop}"
 
 
 def _addresses(space: Space, slot: int | None) -> str:

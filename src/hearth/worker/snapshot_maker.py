@@ -132,7 +132,7 @@ class SnapshotMaker:
     def _advance(self, hosted: HostedModel, served: ServedModel, making: _Making) -> list[Fact]:
         engine = served.engine
         if making.began_s is None:
-            engine.flush()  # the last step of its requests
+            hosted.settle_steps()  # the last one of its requests
             engine.runner.drop_restored()  # restored graphs cannot be saved
             making.began_s = time.perf_counter()
             making.shapes = [shape for shape in _shapes(engine) for _ in range(NUM_RUNS)]
@@ -180,10 +180,12 @@ class SnapshotMaker:
         assert began_s is not None, f"no step of `{hosted.model}` was run"
         if look.fingerprint is None:
             raise SnapshotError(look.reason or "its dependencies are unknown")
-        cost = measured_costs(
-            served, order.model, loaded, self._rates(), making.samples, snapshots.device_name
-        )
-        sections = {cost_profile.SECTION: msgspec.json.encode(cost)}
+        sections = dict[str, bytes]()
+        if hosted.member is None:  # the costs of a stage are those of no model
+            cost = measured_costs(
+                served, order.model, loaded, self._rates(), making.samples, snapshots.device_name
+            )
+            sections[cost_profile.SECTION] = msgspec.json.encode(cost)
         parts = snapshots.parts_of(served.engine)
         torch_bytes, library_bytes = self._torch_bytes(), making.free_bytes - self._beside_torch_bytes()
         pool = served.engine.runner.layers.kv.untyped_storage() if self._device.type == "cpu" else None
@@ -231,11 +233,12 @@ def _shapes(engine: Engine) -> list[StepShape]:
     if sizes.decode:
         return sizes.all_shapes()
     limits = engine.batcher.limits
+    has_tail = sizes.has_tail
     rows = [1 << power for power in range(limits.max_seqs.bit_length())]
     tokens = [1 << power for power in range(1, limits.max_batch_tokens.bit_length())]
     return [
-        *(StepShape.decode(size) for size in rows if size <= limits.max_seqs),
-        *(StepShape(True, size, num_logits=1) for size in tokens if size <= limits.max_batch_tokens),
+        *(StepShape.decode(size, has_tail=has_tail) for size in rows if size <= limits.max_seqs),
+        *(StepShape(True, size, 1, has_tail=has_tail) for size in tokens if size <= limits.max_batch_tokens),
     ]
 
 

@@ -331,6 +331,7 @@ class WorkerLoop:
                 self._reports.num_uncaptured_starts += 1
             case StageArrived():
                 if hosted.member is not None:
+                    self._maker.saw_request()
                     hosted.member.take(news)
             case ResultArrived():  # that it may step again was noted with the message
                 if hosted.pending.held and hosted.member is not None:  # maybe without a step
