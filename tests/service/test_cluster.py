@@ -153,6 +153,11 @@ class SmallCluster:
                 assert stop(node) == 0, node.output()
         assert self.head.stop() == 0
 
+    def kill_nodes(self) -> None:
+        for node in self.nodes.values():
+            node.process.kill()
+            node.process.wait()
+
 
 @pytest.fixture(scope="module")
 def whole(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
@@ -162,8 +167,7 @@ def whole(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sm
         yield cluster
         cluster.close()
     finally:
-        for node in cluster.nodes.values():
-            node.process.kill()
+        cluster.kill_nodes()
 
 
 @pytest.fixture

@@ -57,8 +57,7 @@ def network(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             yield whole
             cluster.close()
         finally:
-            for node in cluster.nodes.values():
-                node.process.kill()
+            cluster.kill_nodes()
 
 
 @pytest.mark.e2e

@@ -254,11 +254,12 @@ def test_a_hanging_member_is_replaced_and_the_first_one_serves_other_models(
 
 def disturbed(service: Service, model: str, number: int, signal_number: signal.Signals) -> list[Told]:
     """Streams in the middle of which a member of their pipeline gets a signal."""
-    passed = threading.Barrier(2)
+    tell(service, model)
+    member, passed = members(service, model)[number], threading.Barrier(2)
     with ThreadPoolExecutor() as threads:
         running = threads.submit(stream_all, service, model, passed)
         passed.wait(PATIENCE_S)
-        members(service, model)[number].send_signal(signal_number)
+        member.send_signal(signal_number)
         return running.result()
 
 
@@ -308,19 +309,19 @@ def test_a_pipeline_over_two_nodes_goes_on_with_a_third(
         for name in ("one", "two"):
             cluster.start(name)
             cluster.wait_for(name)
+        tell(cluster.head, "mid")
+        found = cluster.head.get("/hearth/ps")["models"]
+        assert isinstance(found, list)
+        nodes = {str(one["worker"]).rpartition("/")[0] for one in found if isinstance(one, dict)}
+        assert len(nodes) == STAGES["mid"]
         passed = threading.Barrier(2)
         with ThreadPoolExecutor() as threads:
             running = threads.submit(stream_all, cluster.head, "mid", passed)
             passed.wait(PATIENCE_S)
-            found = cluster.head.get("/hearth/ps")["models"]
-            assert isinstance(found, list)
-            nodes = {str(one["worker"]).rpartition("/")[0] for one in found if isinstance(one, dict)}
-            assert len(nodes) == STAGES["mid"]
             test_cluster.kill(cluster.nodes[max(nodes)])
             told = running.result()
         assert texts(told) == texts(expected["mid"])
         assert [cluster.head.explain(one.answer_id)["num_resumes"] for one in told] == [1] * len(told)
         cluster.close()
     finally:
-        for node in cluster.nodes.values():
-            node.process.kill()
+        cluster.kill_nodes()

@@ -45,8 +45,7 @@ def cluster(shelf: Shelf, place: Path, tmp_path_factory: pytest.TempPathFactory)
             yield cluster
             cluster.close()
         finally:
-            for node in cluster.nodes.values():
-                node.process.kill()
+            cluster.kill_nodes()
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,9 @@ def test_everybody_can_take_turns_if_each_has_room_beside_pinned_ones_and_what_o
 
 
 def kept(promise: Promise, shares_workspace: bool) -> Promise:
-    """Return what is left of a promise out of turn: no workspace of its own."""
+    """Return what is left of a promise out of turn: no workspace of its own, unless it takes no turns."""
+    if promise.standing_bytes == promise.own_bytes:
+        return promise
     workspace_bytes = promise.workspace_bytes if shares_workspace else 0
     return Promise(promise.standing_bytes, workspace_bytes)
 
