@@ -5,7 +5,8 @@ python -m bench.pipelines_gpu [--save] [--place DIR]
 A service with one worker that holds a random Llama-2-7B, and one with two workers that hold it together, both
 on one GPU. Two processes compute on one GPU at the same time only under MPS, so stages run with it, and again
 without. The bound of 64 requests is the time to read the weights once for each step in flight, and their KV.
-`hop`: from hidden states on the device of one process to the same on that of the next. Then a member is
+`hop`: from hidden states on the device of one process to the same on that of the next, through device memory
+that both map, and through host memory, as between two GPUs. Then a member is
 killed in a stream (without MPS, whose clients may end with it), and a model of 80 layers starts in two.
 The models need 22 GB in /dev/shm, the host tier takes as much again.
 """
@@ -42,7 +43,9 @@ from bench.service.streams import Prompts, good, stream_all
 from hearth.core.types import ModelId, RequestId
 from hearth.engine.pending_step import PendingCopy, StepResult
 from hearth.engine.stage_messages import StageResult, StageStep
+from hearth.memory.shared_device_memory import DeviceMapping, create
 from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
+from hearth.worker.stage_connections import SharedMemory
 from hearth.worker.stage_link import HiddenPlaces, StageInlet, StageLinks, StageOutlet, send_result
 
 CUDA = torch.device("cuda")
@@ -64,6 +67,7 @@ PROMPT_TOKENS, NEW_TOKENS = 64, 64
 NUM_STREAMS, ROUNDS = 64, 3
 KILL_TOKENS, BREAKS_AT = 200, 40
 HOP_TOKENS, HOPS = (1, 64, 1024), 300
+HOP_WAYS = ("device memory", "host memory")
 AIM_TOKEN_MS, AIMS_HOP_US = 0.4, {64: "60", 1024: "160"}
 
 
@@ -76,10 +80,12 @@ def main() -> None:
     parser.add_argument("--inlet", help="the other end of hops (used by the benchmark itself)")
     options = parser.parse_args()
     if options.inlet is not None:
-        _answer_hops(*map(int, options.inlet.split(",")))
+        fd, *others, is_on_device = map(int, options.inlet.split(","))
+        _answer_hops(SharedMemory(fd, bool(is_on_device)), *others)
         return
     if options.hops:
-        print(json.dumps({num_tokens: _hops_us(num_tokens) for num_tokens in HOP_TOKENS}))
+        found = {way: {num: _hops_us(num, way) for num in HOP_TOKENS} for way in HOP_WAYS}
+        print(json.dumps(found))
         return
     place = Path(tempfile.mkdtemp(prefix="hearth-bench-", dir=options.place))
     try:
@@ -116,9 +122,10 @@ def _measure(place: Path) -> tuple[list[Row], dict[str, object]]:
         rows.append(Row(what, "tokens/s", speeds["tokens_per_s"], _bound(place / SEVEN, read_bytes_per_s)))
         what = f"{NUM_STREAMS} requests{name}: two stages over one worker"
         rows.append(Row(what, "times", speeds["tokens_per_s"] / whole["tokens_per_s"]))
-    for num_tokens, times_us in hops.items():
-        what = f"hop of {num_tokens} x 8 KiB, same GPU under MPS"
-        rows.append(Row(what, "us", median(times_us), None, AIMS_HOP_US.get(num_tokens)))
+    for way, by_tokens in hops.items():
+        for num_tokens, times_us in by_tokens.items():
+            what = f"hop of {num_tokens} x 8 KiB through {way}, same GPU under MPS"
+            rows.append(Row(what, "us", median(times_us), None, AIMS_HOP_US.get(num_tokens)))
     what = "a member is killed: to the next token"
     rows.append(Row(what, "s", median(lost_s), unshared["start_s"] + 1.0, "its load time + 1 s"))
     deep_bytes = (place / DEEP / "weights.bin").stat().st_size
@@ -225,38 +232,54 @@ async def _lose(service: Service, round_: int) -> float:
 # Hops.
 
 
-def _run_hops(environment: Mapping[str, str]) -> dict[int, list[float]]:
+def _run_hops(environment: Mapping[str, str]) -> dict[str, dict[int, list[float]]]:
     command = [sys.executable, "-m", "bench.pipelines_gpu", "--hops"]
     done = subprocess.run(
         command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True
     )
-    return {int(num_tokens): times_us for num_tokens, times_us in json.loads(done.stdout).items()}
+    return {
+        way: {int(num): times_us for num, times_us in found.items()}
+        for way, found in json.loads(done.stdout).items()
+    }
 
 
 def _like() -> torch.Tensor:
     return torch.empty(1, ARCH.hidden_size, dtype=torch.bfloat16)
 
 
-def _places(fd: int, num_tokens: int) -> HiddenPlaces:
-    """Map memory that both processes have, and pin it."""
-    memory = torch.frombuffer(mmap(fd, 0), dtype=torch.uint8)
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
-    assert int(error) == 0, f"{error=}"
+def _places(shared: SharedMemory, num_tokens: int) -> HiddenPlaces:
+    """Map memory that both processes have; pin that of the host."""
+    if shared.is_on_device:
+        num_bytes = HiddenPlaces.num_bytes(NUM_FLIGHTS, num_tokens, _like())
+        memory = DeviceMapping(CUDA, num_bytes, shared.descriptor).content
+    else:
+        memory = torch.frombuffer(mmap(shared.descriptor, 0), dtype=torch.uint8)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        assert int(error) == 0, f"{error=}"
     return HiddenPlaces.over(memory, NUM_FLIGHTS, _like(), is_shared=True)
 
 
-def _hops_us(num_tokens: int) -> list[float]:
+def _shared(num_tokens: int, way: str) -> SharedMemory:
+    num_bytes = HiddenPlaces.num_bytes(NUM_FLIGHTS, num_tokens, _like())
+    if way == "device memory":
+        return SharedMemory(create(CUDA, num_bytes), is_on_device=True)
+    shared = SharedMemory(os.memfd_create("hidden"), is_on_device=False)
+    os.ftruncate(shared.descriptor, num_bytes)
+    return shared
+
+
+def _hops_us(num_tokens: int, way: str) -> list[float]:
     hidden = torch.randn(num_tokens, ARCH.hidden_size, device=CUDA).to(torch.bfloat16)
-    fd, (out, into), (results, back) = os.memfd_create("hidden"), socket.socketpair(), socket.socketpair()
-    os.ftruncate(fd, HiddenPlaces.num_bytes(NUM_FLIGHTS, num_tokens, _like()))
-    passed = (fd, into.fileno(), back.fileno())
-    numbers = ",".join(map(str, (*passed, num_tokens)))
+    shared, (out, into), (results, back) = _shared(num_tokens, way), socket.socketpair(), socket.socketpair()
+    passed = (shared.descriptor, into.fileno(), back.fileno())
+    numbers = ",".join(map(str, (*passed, num_tokens, int(shared.is_on_device))))
     command = [sys.executable, "-m", "bench.pipelines_gpu", "--inlet", numbers]
     with subprocess.Popen(command, pass_fds=passed) as process:
         into.close()
         back.close()
         decode = DecodeRows([RequestId("r")] * num_tokens, range(num_tokens), [0] * num_tokens)
-        outlet = StageOutlet(out, _places(fd, num_tokens), "bench")
+        outlet = StageOutlet(out, _places(shared, num_tokens), "bench")
         links = StageLinks("bench", 1, outlet, results)
         hops_us = list[float]()
         for number in range(HOPS):
@@ -272,10 +295,10 @@ def _hops_us(num_tokens: int) -> list[float]:
     return hops_us[HOPS // 10 :]
 
 
-def _answer_hops(fd: int, inlet_fd: int, results_fd: int, num_tokens: int) -> None:
+def _answer_hops(shared: SharedMemory, inlet_fd: int, results_fd: int, num_tokens: int) -> None:
     """Answer each step with the time at which its hidden states were on this device."""
     arrived = torch.empty(num_tokens, ARCH.hidden_size, dtype=torch.bfloat16, device=CUDA)
-    inlet = StageInlet(socket.socket(fileno=inlet_fd), _places(fd, num_tokens), "bench")
+    inlet = StageInlet(socket.socket(fileno=inlet_fd), _places(shared, num_tokens), "bench")
     results = socket.socket(fileno=results_fd)
     while (got := inlet.receive()) is not None:
         message, hidden = got

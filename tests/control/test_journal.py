@@ -262,7 +262,7 @@ FORMAT = {
         "resident_bytes"
     ),
     "ModelDeployed": "now_s profile",
-    "Member": "worker begin end",
+    "Member": "worker begin end gpu",
     "ModelFailed": "now_s worker model reason is_cut_off",
     "ModelProfile": "model num_bytes footprints keep_alive_s is_pinned weight digest labels min_replicas "
     "max_replicas stages",
@@ -311,7 +311,7 @@ FORMAT = {
     "WantedAdapter": "adapter num_bytes",
     "WhileLoading": "gather_s min_gain_s",
     "Why": "demand evicted free_room loading resident staged switched turns waited",
-    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node",
+    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node gpu",
     "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
     "Link": "bytes_per_s latency_s",
     "NodeLost": "now_s node",

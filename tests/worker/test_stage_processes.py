@@ -65,11 +65,12 @@ def workers(kind: str, num_workers: int, **settings: object) -> Iterator[list[Ri
         ]
 
 
-def orders(num_workers: int, name: str = "p") -> list[HostModel]:
+def orders(num_workers: int, name: str = "p", gpu: int | None = None) -> list[HostModel]:
+    """`gpu`: the index of the one that all workers share; None: hidden states go through host memory."""
     where = converted(NAME)
     num_layers = read_manifest(where).arch.num_layers
     ends = [*range(num_workers), num_layers]
-    members = tuple(Member(WorkerId(f"w{at}"), ends[at], ends[at + 1]) for at in range(num_workers))
+    members = tuple(Member(WorkerId(f"w{at}"), ends[at], ends[at + 1], gpu) for at in range(num_workers))
     pipeline = Pipeline(name, members, NUM_BLOCKS)
     return [
         host_order(
@@ -91,21 +92,29 @@ def ask(rig: Rig) -> list[list[int]]:
     return [run.tokens for run in gateway.until_ended(*runs)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_processes_say_together_what_one_says_and_come_back_without_one(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "gpu"),
+    [
+        pytest.param("cpu", None, marks=pytest.mark.e2e),
+        pytest.param("cuda", None, marks=pytest.mark.gpu),
+        pytest.param("cuda", 0, marks=pytest.mark.gpu),
+    ],
+)
+def test_processes_say_together_what_one_says_and_come_back_without_one(kind: str, gpu: int | None) -> None:
     with workers(kind, 1) as (one,):
         assert isinstance(one.gateway.host(NAME, converted(NAME)), ModelLoaded)
         alone = ask(one)
     with workers(kind, 3) as three:
-        for rig, order in zip(three, orders(3), strict=True):
+        for rig, order in zip(three, orders(3, gpu=gpu), strict=True):
             rig.gateway.send(order)
         assert [ask(three[0]) for _ in range(2)] == [alone, alone]
+        assert not any(rig.gateway.ping().fallbacks["stage_memory"] for rig in three)
         three[0].gateway.start(NAME, PROMPTS[0], greedy(40))
         three[2].worker.kill()
         failed = three[0].gateway.until_kind(HostingFailed)
         assert failed.is_cut_off, f"{failed}"
         three[1].gateway.drop(NAME)
-        for rig, order in zip(three[:2], orders(2, "q"), strict=True):
+        for rig, order in zip(three[:2], orders(2, "q", gpu), strict=True):
             rig.gateway.send(order)
         assert ask(three[0]) == alone
 

@@ -31,6 +31,7 @@ FALLBACKS = {
     "driver_batches": "worker whose loads slow down its steps: no C compiler",
     "eight_bit_products": "models without workspace for 8-bit products: see the log",
     "stage_frames_dropped": "late or repeated frames of pipelines: harmless",
+    "stage_memory": "pipelines pass hidden states through host memory: the GPU has no room for them",
     "first_steps_not_captured": "starts whose first steps ran without CUDA graphs: see the log",
     "graphs": "models that run without CUDA graphs: torch frees memory that graphs use",
     "graphs_not_restored": "from snapshots, captured again instead",

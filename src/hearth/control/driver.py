@@ -334,6 +334,7 @@ class Driver:
                 budget_bytes=hello.budget_bytes,
                 shares_workspace=hello.shares_workspace,
                 node=node_of(hello.worker),
+                gpu=hello.gpu,
             )
         )
         if hello.kind == "cuda":  # as in `prepare`

@@ -150,6 +150,7 @@ class WorkerHello(Struct, frozen=True, tag=True):
     device: str  #: for people, like "NVIDIA H200"
     budget_bytes: int  #: device memory for models: weights, workspace and KV
     shares_workspace: bool  #: its pool is sure to need one workspace for all models
+    gpu: int | None = None  #: the index of its device on its node; None: a CPU
 
 
 class Welcome(Struct, frozen=True, tag=True):

@@ -82,6 +82,7 @@ class Member:
     worker: WorkerId
     begin: int
     end: int
+    gpu: int | None = None  #: the index of the worker's GPU on its node; None: a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,8 @@ class Pipeline:
         text = ""
         for at, one in enumerate(self.members):
             if at:
-                text += f", {transport_between(self.members[at - 1].worker, one.worker)}, "
+                before = self.members[at - 1]
+                text += f", {transport_between(before.worker, before.gpu, one.worker, one.gpu)}, "
             text += f"layers {one.begin} to {one.end - 1} on {one.worker}"
         return text
 
@@ -112,9 +114,18 @@ def model_of(hosted: ModelId) -> ModelId:
     return ModelId(hosted.partition("~")[0])
 
 
-def transport_between(one: WorkerId, other: WorkerId) -> str:
-    """Say how hidden states get from one member of a pipeline to another."""
-    return "shared memory" if node_of(one) == node_of(other) else "TLS"
+class Transport(StrEnum):
+    """How hidden states get from one member of a pipeline to the next."""
+
+    DEVICE = "device memory"  #: that both map
+    SHARED = "shared memory"
+    TLS = "TLS"
+
+
+def transport_between(one: WorkerId, gpu: int | None, other: WorkerId, other_gpu: int | None) -> Transport:
+    if node_of(one) != node_of(other):
+        return Transport.TLS
+    return Transport.SHARED if gpu is None or gpu != other_gpu else Transport.DEVICE
 
 
 class Rung(StrEnum):

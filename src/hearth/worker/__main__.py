@@ -244,6 +244,7 @@ def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:
         runtime.name,
         runtime.budget_bytes,
         shares_workspace=runtime.shares_workspace,
+        gpu=setup.device_index if setup.kind == "cuda" else None,
     )
 
 

@@ -25,6 +25,7 @@ class Introduction:
     device: str
     budget_bytes: int
     shares_workspace: bool
+    gpu: int | None
 
 
 class GatewayLink:
@@ -84,6 +85,7 @@ def greet(link: GatewayLink, introduction: Introduction, secret: bytes) -> None:
                 device=introduction.device,
                 budget_bytes=introduction.budget_bytes,
                 shares_workspace=introduction.shares_workspace,
+                gpu=introduction.gpu,
             )
         )
         welcome = link.receive()

@@ -20,6 +20,7 @@ from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import ServedModel
 from hearth.worker.runtime import HostingResources
+from hearth.worker.stage_member import StageMember
 
 #: How long a change may wait while steps run.
 INTERVAL_S = 0.1
@@ -78,6 +79,7 @@ class Reports:
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
                 "first_steps_not_captured": self.num_uncaptured_starts,
                 "stage_frames_dropped": self._num_dropped_frames(),
+                "stage_memory": sum(one.lacks_device_memory for one in self._members()),
                 "staging": int(self._resources.lease_client.is_unstaged),
                 "graphs_not_restored": sum(one.num_unrestored for one in graphs if one is not None),
                 "snapshots_without_graphs": int(snapshots is not None and snapshots.lacks_graphs),
@@ -90,9 +92,12 @@ class Reports:
         )
 
     def _num_dropped_frames(self) -> int:
-        connections, hosted = self._resources.connections, self._models.hosted.values()
+        connections = self._resources.connections
         past = 0 if connections is None else connections.num_dropped
-        return past + sum(one.member.num_dropped for one in hosted if one.member is not None)
+        return past + sum(one.num_dropped for one in self._members())
+
+    def _members(self) -> list[StageMember]:
+        return [one.member for one in self._models.hosted.values() if one.member is not None]
 
     def _uses(self, holdings: tuple[Holding, ...]) -> list[ModelUse]:
         by_model = {one.model: one for one in holdings}

@@ -33,12 +33,21 @@ class StageHello(msgspec.Struct, frozen=True):
 
     pipeline: str
     has_steps: bool  #: False: it has results
+    is_on_device: bool = False  #: the memory that comes with it
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory for hidden states that two members map."""
+
+    descriptor: int
+    is_on_device: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
     connection: socket.socket
-    shared: int | None  #: the descriptor of memory for hidden states; None: they are sent
+    shared: SharedMemory | None  #: None: hidden states are sent
 
     @property
     def is_over(self) -> bool:
@@ -50,7 +59,15 @@ class Arrival:
     def close(self) -> None:
         self.connection.close()
         if self.shared is not None:
-            os.close(self.shared)
+            os.close(self.shared.descriptor)
+
+
+#: The pipeline, whether it has steps, and the node that it comes from.
+_Key = tuple[str, bool, NodeId]
+
+
+def _key(hello: StageHello, source: NodeId) -> _Key:
+    return hello.pipeline, hello.has_steps, source
 
 
 class StageConnections:
@@ -60,16 +77,15 @@ class StageConnections:
         """`connect` reaches another worker. Raises ServiceError or OSError if it cannot."""
         self.own, self._connect = own, connect
         self.num_dropped = 0  #: frames that were dropped by members that are closed
-        #: Unclaimed, by their hello and the node that they come from.
-        self._arrivals: dict[tuple[StageHello, NodeId], Arrival] = {}
+        self._arrivals: dict[_Key, Arrival] = {}  #: unclaimed
         self._changed = threading.Condition()
 
     def accept(self, connection: socket.socket, source: NodeId | None) -> None:
         """Take a connection of another member, and read its hello. `source` None: it is of this machine."""
-        shared: list[int] = []
+        descriptors: list[int] = []
         try:
             connection.settimeout(HELLO_S)
-            begin, shared = _receive_first(connection, is_same_machine=source is None)
+            begin, descriptors = _receive_first(connection, is_same_machine=source is None)
             size = int.from_bytes(begin, "big")
             if size > _MAX_HELLO_BYTES:
                 raise ServiceError(f"a hello of {size} bytes came, limit: {_MAX_HELLO_BYTES}")
@@ -77,14 +93,17 @@ class StageConnections:
             connection.settimeout(None)
         except (OSError, HearthError, msgspec.MsgspecError) as error:
             log.warning("member_refused reason=%s", error)
-            Arrival(connection, shared[0] if shared else None).close()
+            connection.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
             return
+        shared = SharedMemory(descriptors[0], hello.is_on_device) if descriptors else None
         with self._changed:
             over = [key for key, one in self._arrivals.items() if one.is_over]
-            key = hello, node_of(self.own) if source is None else source
+            key = _key(hello, node_of(self.own) if source is None else source)
             self._drop({*over, key}.intersection(self._arrivals))
             self._drop(list(self._arrivals)[: -MAX_UNCLAIMED + 1])
-            self._arrivals[key] = Arrival(connection, shared[0] if shared else None)
+            self._arrivals[key] = Arrival(connection, shared)
             self._changed.notify_all()
 
     def connect(self, worker: WorkerId, hello: StageHello, shared: int | None = None) -> socket.socket:
@@ -109,7 +128,7 @@ class StageConnections:
 
     def claim(self, hello: StageHello, sender: WorkerId, is_given_up: Callable[[], bool]) -> Arrival | None:
         """Wait for the connection of another member; None: it was given up, of which `forget` tells."""
-        key = hello, node_of(sender)
+        key = _key(hello, node_of(sender))
         with self._changed:
             while (arrival := self._arrivals.pop(key, None)) is None and not is_given_up():
                 self._changed.wait()
@@ -118,10 +137,10 @@ class StageConnections:
     def forget(self, pipeline: str) -> None:
         """Close the unclaimed connections of a pipeline that was dissolved."""
         with self._changed:
-            self._drop([key for key in self._arrivals if key[0].pipeline == pipeline])
+            self._drop([key for key in self._arrivals if key[0] == pipeline])
             self._changed.notify_all()
 
-    def _drop(self, keys: Iterable[tuple[StageHello, NodeId]]) -> None:
+    def _drop(self, keys: Iterable[_Key]) -> None:
         for key in keys:
             self._arrivals.pop(key).close()
 

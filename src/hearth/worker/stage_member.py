@@ -24,7 +24,7 @@ import torch
 
 from hearth.core.errors import DeviceError, HearthError, StageLost
 from hearth.core.messages import HostModel
-from hearth.core.types import Member, Pipeline, node_of
+from hearth.core.types import Member, Pipeline, Transport, transport_between
 from hearth.engine.assemble import ModelSpec
 from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.engine.pending_step import StepInFlight
@@ -37,7 +37,9 @@ from hearth.engine.stage_messages import (
     StageStep,
     StageWork,
 )
-from hearth.worker.stage_connections import Arrival, StageConnections, StageHello
+from hearth.memory import shared_device_memory
+from hearth.memory.shared_device_memory import DeviceMapping
+from hearth.worker.stage_connections import Arrival, SharedMemory, StageConnections, StageHello
 from hearth.worker.stage_link import (
     FrameSender,
     HiddenPlaces,
@@ -149,7 +151,9 @@ class StageMember:
         self._closing: list[Callable[[], None]] = []
         self._lock = threading.Lock()  #: guards the two around it, which closing and connecting change
         self._is_closed = False
-        self._pinned: list[_PinnedMemory] = []  #: written by the load, and by the step thread after it
+        #: To be freed. Written by the load, and by the step thread after it.
+        self._memory: list[_PinnedMemory | DeviceMapping] = []
+        self.lacks_device_memory = False  #: hidden states take host memory instead
         self._outlet: StageOutlet | None = None
         self._inlet: StageInlet | None = None
         self._results: ResultSender | None = None
@@ -284,12 +288,12 @@ class StageMember:
         self._hidden.clear()
 
     def free(self) -> None:
-        """Give back pinned memory, which no step uses any more."""
-        while self._pinned:
-            self._pinned.pop().free()
+        """Give back memory that no step uses any more."""
+        while self._memory:
+            self._memory.pop().free()
 
-    def _hello(self, *, has_steps: bool) -> StageHello:
-        return StageHello(self._pipeline.name, has_steps)
+    def _hello(self, *, has_steps: bool, is_on_device: bool = False) -> StageHello:
+        return StageHello(self._pipeline.name, has_steps, is_on_device)
 
     def _arrival(self, *, has_steps: bool, sender: Member) -> Arrival:
         hello = self._hello(has_steps=has_steps)
@@ -298,22 +302,32 @@ class StageMember:
             raise self._dissolved()
         return arrival
 
-    def _is_near(self, member: Member) -> bool:
-        return node_of(member.worker) == node_of(self._connections.own)
-
     def _connect_next(self, following: Member, spec: ModelSpec, device: torch.device) -> StageOutlet:
-        shared = None
-        if self._is_near(following):
-            shared = os.memfd_create("hearth-hidden")
-            os.ftruncate(shared, self._places_bytes(spec))
+        own = self._pipeline.members[self._number]
+        transport = transport_between(own.worker, own.gpu, following.worker, following.gpu)
+        shared = None if transport is Transport.TLS else self._share(transport, spec, device)
         try:
-            hello = self._hello(has_steps=True)
-            connection = self._connections.connect(following.worker, hello, shared)
+            hello = self._hello(has_steps=True, is_on_device=shared is not None and shared.is_on_device)
+            descriptor = None if shared is None else shared.descriptor
+            connection = self._connections.connect(following.worker, hello, descriptor)
         except StageLost:
             if shared is not None:
-                os.close(shared)
+                os.close(shared.descriptor)
             raise
         return StageOutlet(connection, self._places(shared, spec, device), self._pipeline.name)
+
+    def _share(self, transport: Transport, spec: ModelSpec, device: torch.device) -> SharedMemory:
+        """Return memory for hidden states: on the device if it is wanted there and has room."""
+        num_bytes = self._places_bytes(spec)
+        if transport is Transport.DEVICE:
+            try:
+                return SharedMemory(shared_device_memory.create(device, num_bytes), is_on_device=True)
+            except DeviceError as error:
+                log.warning("fallback stage_memory=host pipeline=%s reason=%s", self._pipeline.name, error)
+                self.lacks_device_memory = True
+        shared = SharedMemory(os.memfd_create("hearth-hidden"), is_on_device=False)
+        os.ftruncate(shared.descriptor, num_bytes)
+        return shared
 
     @property
     def _num_places(self) -> int:
@@ -323,24 +337,33 @@ class StageMember:
     def _places_bytes(self, spec: ModelSpec) -> int:
         return HiddenPlaces.num_bytes(self._num_places, spec.limits.max_batch_tokens, _like(spec))
 
-    def _places(self, shared: int | None, spec: ModelSpec, device: torch.device) -> HiddenPlaces:
-        """Return the memory for hidden states, and close its descriptor. Raises StageLost."""
-        num_bytes, is_cuda = self._places_bytes(spec), device.type == "cuda"
+    def _places(self, shared: SharedMemory | None, spec: ModelSpec, device: torch.device) -> HiddenPlaces:
+        """Return the memory for hidden states, and close its descriptor. Raises StageLost, DeviceError."""
+        num_bytes = self._places_bytes(spec)
         if shared is None:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         else:
             try:
-                if os.fstat(shared).st_size != num_bytes:  # it would be killed for touching what is not there
-                    raise StageLost(
-                        f"another stage of pipeline {self._pipeline.name} shares "
-                        f"{os.fstat(shared).st_size} bytes, not {num_bytes}: its limits of steps differ"
-                    )
-                memory = torch.frombuffer(mmap.mmap(shared, num_bytes), dtype=torch.uint8)
+                memory = self._map(shared, num_bytes, device)
             finally:
-                os.close(shared)
-            if is_cuda:
-                self._pinned.append(_PinnedMemory(memory, device))
+                os.close(shared.descriptor)
         return HiddenPlaces.over(memory, self._num_places, _like(spec), is_shared=shared is not None)
+
+    def _map(self, shared: SharedMemory, num_bytes: int, device: torch.device) -> torch.Tensor:
+        if shared.is_on_device:
+            mapping = DeviceMapping(device, num_bytes, shared.descriptor)
+            self._memory.append(mapping)
+            return mapping.content
+        shared_bytes = os.fstat(shared.descriptor).st_size
+        if shared_bytes != num_bytes:  # it would be killed for touching what is not there
+            raise StageLost(
+                f"another stage of pipeline {self._pipeline.name} shares {shared_bytes} bytes, "
+                f"not {num_bytes}: its limits of steps differ"
+            )
+        memory = torch.frombuffer(mmap.mmap(shared.descriptor, num_bytes), dtype=torch.uint8)
+        if device.type == "cuda":
+            self._memory.append(_PinnedMemory(memory, device))
+        return memory
 
     def _close_later(self, one: Link) -> Link:
         with self._lock:

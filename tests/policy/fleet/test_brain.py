@@ -73,9 +73,11 @@ class Desk:
     def deploy(self, *profiles: ModelProfile) -> list[Action]:
         return self._step(*(ModelDeployed(self.now_s, profile) for profile in profiles))
 
-    def join(self, worker: str, budget_bytes: int = 100, kind: str = "cuda") -> list[Action]:
+    def join(
+        self, worker: str, budget_bytes: int = 100, kind: str = "cuda", gpu: int | None = None
+    ) -> list[Action]:
         name = WorkerId(worker)
-        joined = WorkerJoined(self.now_s, name, kind, budget_bytes, kind == "cuda", node_of(name))
+        joined = WorkerJoined(self.now_s, name, kind, budget_bytes, kind == "cuda", node_of(name), gpu)
         return self._step(joined)
 
     def lose(self, worker: str, culprit: str | None = None, *, has_answered: bool = False) -> list[Action]:

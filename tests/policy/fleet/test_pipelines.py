@@ -76,6 +76,26 @@ def test_a_model_that_fits_no_worker_is_loaded_by_the_fewest_that_can() -> None:
     assert [option.worker for option in dispatch.options] == ["w1", "w2"]
 
 
+@pytest.mark.parametrize(
+    ("workers", "transport"),
+    [
+        ({"w1": 0, "w2": 0}, "device memory"),
+        ({"w1": 0, "w2": 1}, "shared memory"),
+        ({"w1": None, "w2": None}, "shared memory"),
+        ({"a/w1": 0, "b/w1": 0}, "TLS"),
+    ],
+)
+def test_hidden_states_take_the_shortest_way(workers: dict[str, int | None], transport: str) -> None:
+    desk = Desk()
+    for name, gpu in workers.items():
+        desk.join(name, gpu=gpu)
+    desk.deploy(LARGE)
+    (first, last) = loads(desk.ask("r1", "large")).values()
+    assert first.pipeline is not None
+    assert f", {transport}, layers 6 to 11 on {last.worker}" in first.pipeline.described
+    assert [one.transport for one in list_residents(desk.fleet, 0.0)] == [None, transport]
+
+
 def test_layers_are_shared_out_and_all_blocks_are_promised() -> None:
     desk = joined("w1", "w2")
     desk.deploy(LARGE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hearth.core.types import LOCAL, Rung
+from hearth.core.types import LOCAL, Rung, Transport
 from hearth.policy.fleet.events import Option
 
 
@@ -125,7 +125,9 @@ class ResidentView:
     max_seqs: int | None = None  #: requests that it runs at a time; None: it is not hosted
     adapters: tuple[ResidentAdapterView, ...] = ()  #: whose base it is
     layers: tuple[int, int] | None = None  #: of a stage: the first, and the first behind it; None: all
-    transport: str | None = None  #: of hidden states to this stage; None: it is the first, or the model whole
+    transport: Transport | None = (
+        None  #: of hidden states to this stage; None: it is the first, or the model whole
+    )
     #: Of the first stage: what a decode step takes in each stage, and besides, on its way; empty: not known.
     stage_s: tuple[float, ...] = ()
     hops_s: float = 0.0

@@ -58,6 +58,7 @@ class WorkerJoined:
     budget_bytes: int
     shares_workspace: bool = True  #: one workspace for all models always suffices
     node: NodeId = LOCAL
+    gpu: int | None = None  #: the index of its device on the node; None: a CPU
 
 
 @dataclass(frozen=True, slots=True)

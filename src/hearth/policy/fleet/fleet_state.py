@@ -195,6 +195,7 @@ def _joined(worker: Worker) -> WorkerJoined:
         budget_bytes=promises.budget_bytes,
         shares_workspace=promises.shares_workspace,
         node=worker.node,
+        gpu=worker.gpu,
     )
 
 

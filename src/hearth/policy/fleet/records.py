@@ -373,6 +373,7 @@ class Worker:
     resident_models: dict[ModelId, Model] = field(default_factory=dict)
     adapters: KnownAdapters = field(default_factory=KnownAdapters)
     node: NodeId = LOCAL
+    gpu: int | None = None
     is_draining: bool = False  #: its node is being emptied: nothing new is placed here
     used_s: float = -math.inf  #: when it joined, a load began there or a request ended
 

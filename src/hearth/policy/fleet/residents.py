@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from hearth.core.types import Hold, ModelId, WorkerId, transport_between
+from hearth.core.types import Hold, ModelId, Transport, WorkerId, transport_between
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Replica, Worker
 
@@ -34,7 +34,9 @@ class Resident:
     is_pin_refused: bool = False  #: it should be pinned, and others would have no room
     max_seqs: int = 1  #: requests that it runs at a time
     layers: tuple[int, int] | None = None  #: of a stage: the first, and the first behind it; None: all
-    transport: str | None = None  #: of hidden states to this stage; None: it is the first, or the model whole
+    transport: Transport | None = (
+        None  #: of hidden states to this stage; None: it is the first, or the model whole
+    )
 
 
 def list_residents(fleet: Fleet, now_s: float) -> list[Resident]:
@@ -63,10 +65,10 @@ def _describe_resident(replica: Replica, worker: Worker, now_s: float) -> Reside
     )
 
 
-def _describe_transport(replica: Replica, worker: Worker) -> str | None:
+def _describe_transport(replica: Replica, worker: Worker) -> Transport | None:
     for before, after in pairwise(replica.workers):
         if after is worker:
-            return transport_between(before.name, after.name)
+            return transport_between(before.name, before.gpu, after.name, after.gpu)
     return None
 
 

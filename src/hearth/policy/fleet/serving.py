@@ -237,7 +237,7 @@ def form_pipeline(fleet: Fleet, replica: Replica, plan: PipelinePlan) -> list[Ac
     )
     fleet.add(replica)
     name = replica.model.name
-    members = tuple(Member(one.worker.name, one.begin, one.end) for one in plan.stages)
+    members = tuple(Member(one.worker.name, one.begin, one.end, one.worker.gpu) for one in plan.stages)
     unique = name if replica.is_temporary else f"{name}-{replica.number}"
     pipeline = Pipeline(unique, members, plan.num_blocks)
     needs = [(one.worker.name, one.footprint) for one in plan.stages]

@@ -178,6 +178,17 @@ class CudaDriver:
         )
         return fd.value
 
+    def open(self, fd: int) -> int:
+        """Return a handle of memory that another process has exported. The caller closes the descriptor."""
+        handle = ctypes.c_ulonglong()
+        self.call(
+            "cuMemImportFromShareableHandle",
+            ctypes.byref(handle),
+            ctypes.c_void_p(fd),
+            ctypes.c_int(MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+        )
+        return handle.value
+
     def close(self) -> None:
         self.call("cuDevicePrimaryCtxRelease_v2", ctypes.c_int(self._device))
 
