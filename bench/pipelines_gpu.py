@@ -48,7 +48,7 @@ from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
 from hearth.worker.stage_connections import SharedMemory
 from hearth.worker.stage_link import HiddenPlaces, StageInlet, StageLinks, StageOutlet, send_result
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 GIB = 1 << 30
 SEVEN, DEEP = ModelId("seven"), ModelId("deep")
 #: 80 layers, 8 GB in bfloat16.

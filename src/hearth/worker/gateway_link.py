@@ -25,7 +25,7 @@ class Introduction:
     device: str
     budget_bytes: int
     shares_workspace: bool
-    gpu: int | None
+    gpu: int | None = None
 
 
 class GatewayLink:
