@@ -25,7 +25,7 @@ import torch
 from hearth.core.errors import DeviceError, StageLost
 from hearth.engine.engine_tables import EngineTables
 from hearth.engine.layer_runner import LayerRunner
-from hearth.engine.pending_step import PendingCopy, StepInFlight, StepResult
+from hearth.engine.pending_step import PendingCopy, StepInFlight, StepResult, host_like
 from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
 from hearth.engine.stage_messages import (
@@ -82,6 +82,8 @@ class PipelineRunner(Runner):
         super().__init__(layers, sampler, uploads, tables)
         self._later = later
         self._steps: deque[PipelineStep] = deque()  #: whose results have not come, oldest first
+        self._host_tokens = host_like(sampler.tokens)
+        self._last_tokens = self._host_tokens.numpy()  #: by slot
         self._clock = StageClock(layers.kv.device)
         self._later_s: tuple[float, ...] = ()  #: of the later stages, as their clocks tell
         self._hops_s: deque[float] = deque(maxlen=NUM_KEPT)  #: of the last decode steps that were alone
@@ -105,6 +107,7 @@ class PipelineRunner(Runner):
         later, began_s = self._later, time.perf_counter()
         message = StageStep(later.pipeline, without_tokens(plan))
         later.announce(message)
+        self._copy_tokens()
         stop = self._clock.start(plan, is_warm=self.is_warm(plan))
         copy = self.launch_stage(plan, hidden, later.place(plan.num_tokens))
         stop(copy.end)
@@ -114,6 +117,14 @@ class PipelineRunner(Runner):
             self._steps[-1].is_alone = step.is_alone = False
         self._steps.append(step)
         return step
+
+    @torch.inference_mode()
+    def _copy_tokens(self) -> None:
+        """Queue the copy of all slots' last tokens to the device.
+
+        The host's memory may change before: only in slots whose next step waits for the result of this one.
+        """
+        self.sampler.tokens.copy_(self._host_tokens, non_blocking=True)
 
     def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
         super().copy_blocks(moves)
@@ -139,8 +150,7 @@ class PipelineRunner(Runner):
         plan, tokens = step.plan, found.result.tokens
         if found.number != plan.step_id:
             raise DeviceError(f"the result of step {found.number} came instead of that of {plan.step_id}")
-        slots = [*plan.decode.slots, *(row.slot for row in plan.prompts if row.samples)]
-        self.set_last_tokens(slots, tokens)
+        self._last_tokens[[*plan.decode.slots, *(row.slot for row in plan.prompts if row.samples)]] = tokens
         step.result = found.result
         self._note_times(step, found.stage_s)
         return True

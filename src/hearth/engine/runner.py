@@ -105,13 +105,6 @@ class Runner:
         self._finish(trial, pending.end)
         return pending
 
-    @torch.inference_mode()
-    def set_last_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Note what slots have sampled elsewhere, behind all launched steps."""
-        self._end = None
-        device_slots, device_tokens = self._uploads.ints(slots, tokens)
-        self.sampler.tokens.index_copy_(0, device_slots, device_tokens)
-
     def _begin(self) -> None:
         if (before_last := self._step_ends[0]) is not None:
             before_last.synchronize()  # where steps follow each other through stages, it may still run
