@@ -8,6 +8,8 @@ python -m bench.cluster [--save] [--parts PART ...] [--rounds N]
     join        from the start of `hearth join` to the first token of a model there, its files on the node's
                 disk or fetched from the head
     lost        a node is killed or stopped: from then to the next token of a stream that ran there
+    source      a stream of a node's worker while the node sends a model, with and without a link of
+                200 Mbit/s (needs root and `tc`; not under `nice`)
     tokens      32 streams through a worker of a node, in turns with the head's own worker
 
 Models have random weights, each its own. `loopback` and `shaped` probe the ceiling before every round: as
@@ -24,6 +26,7 @@ from statistics import median
 
 from bench.cluster.parts import Figure, loopback, shaped
 from bench.cluster.serving import join, lost, tokens
+from bench.cluster.source import source
 from bench.report import Row, arguments, emit
 
 PARTS: Mapping[str, Callable[[int], Iterator[Figure]]] = {
@@ -31,16 +34,17 @@ PARTS: Mapping[str, Callable[[int], Iterator[Figure]]] = {
     "shaped": shaped,
     "join": join,
     "lost": lost,
+    "source": source,
     "tokens": tokens,
 }
-NUM_ROUNDS: Mapping[str, int] = {"loopback": 5, "shaped": 5, "join": 3, "lost": 3, "tokens": 5}
+NUM_ROUNDS: Mapping[str, int] = {"loopback": 5, "shaped": 5, "join": 3, "lost": 3, "source": 3, "tokens": 5}
 
 
 def main() -> None:
     command = arguments(__doc__)
     command.formatter_class = RawDescriptionHelpFormatter
     command.add_argument("--parts", nargs="+", choices=list(PARTS), default=["loopback"], metavar="PART")
-    command.add_argument("--rounds", type=int, help="by default 5; 3 of `join` and `lost`")
+    command.add_argument("--rounds", type=int, help="by default 5; 3 of `join`, `lost` and `source`")
     options = command.parse_args()
     rows: list[Row] = []
     rounds: dict[str, list[float]] = {}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -43,6 +43,14 @@ _LOOK_S = 0.05
 _READY_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member runs."""
+
+    host: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()  #: of its commands
+
+
 @dataclass(slots=True)
 class Members:
     """A head that runs, and a node that may. Mutable; used by one thread."""
@@ -50,6 +58,7 @@ class Members:
     service: Service
     folder: Path
     invitation: tuple[str, ...]
+    place: Place = Place()  #: of the node
     node: subprocess.Popen[bytes] | None = field(default=None)
 
     @property
@@ -61,7 +70,11 @@ class Members:
         words = () if self.node_dir.exists() else (*self.invitation, "--name", NODE)
         command = ("join", *words, "--data-dir", str(self.node_dir), *_FLAGS)
         self.node = subprocess.Popen(
-            [sys.executable, "-m", "hearth", *command, "--set", "cluster.listen=127.0.0.1:0"],
+            [
+                *self.place.prefix,
+                *(sys.executable, "-m", "hearth", *command),
+                *("--set", f"cluster.listen={self.place.host}:0"),
+            ],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -112,24 +125,35 @@ class Members:
 
 
 @contextmanager
-def members(configs: Mapping[str, Mapping[str, object]], *, num_workers: int) -> Iterator[Members]:
-    """Run a head with `num_workers` of its own, and random models by name. The node is yet to be started."""
-    with tempfile.TemporaryDirectory(prefix="hearth-bench-") as place:
-        folder = Path(place)
+def members(
+    configs: Mapping[str, Mapping[str, object]],
+    *,
+    num_workers: int,
+    host: str = "127.0.0.1",
+    place: Place = Place(),
+    settings: Sequence[str] = (),
+) -> Iterator[Members]:
+    """Run a head with `num_workers` of its own, and random models by name. The node is yet to be started.
+
+    `host`: the address of the head for the node, whose place is `place`. `settings`: of the head.
+    """
+    with tempfile.TemporaryDirectory(prefix="hearth-bench-") as scratch:
+        folder = Path(scratch)
         head = DataDir.open(folder / "head")
         with step(f"writing {len(configs)} random models"), Registry(head) as registry:
             for seed, (name, config) in enumerate(configs.items()):
                 source = write_random(folder / name, config, "float32", seed, torch.device("cpu"))
                 registry.add(carry_out(DeployOrder(str(source), name), head, lambda *_: None))
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"{host}:{_free_port()}"
         words = ("cluster", "init", "--address", address, "--data-dir", str(head.path))
         made = subprocess.run(
             [sys.executable, "-m", "hearth", *words], cwd=ROOT, capture_output=True, text=True, check=True
         )
         _, _, *invitation = made.stdout.split()  # hearth join ...
         flags = [*_FLAGS, "--workers", str(num_workers), "--set", f"cluster.listen={address}"]
+        flags += [word for setting in settings for word in ("--set", setting)]
         with serving(head.path, flags, num_workers=num_workers, errors=subprocess.DEVNULL) as service:
-            both = Members(service, folder, tuple(invitation))
+            both = Members(service, folder, tuple(invitation), place)
             try:
                 yield both
             finally:

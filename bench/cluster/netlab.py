@@ -17,8 +17,11 @@ _LINK = "cable"  #: of a node, in its namespace
 
 
 @contextmanager
-def shaped_links(mbit_by_node: Mapping[str, int]) -> Iterator[Mapping[str, str]]:
-    """Make a namespace `hearth-NAME` for each node, with links shaped both ways; yield their addresses."""
+def shaped_links(mbit_by_node: Mapping[str, int | None]) -> Iterator[Mapping[str, str]]:
+    """Make a namespace `hearth-NAME` for each node, with links shaped both ways; yield their addresses.
+
+    None: a link that is not shaped.
+    """
     with ExitStack() as stack:
         hub = _namespace(f"{next(iter(mbit_by_node))}-hub", stack)
         _run(f"ip -n {hub} link add br0 type bridge", f"ip -n {hub} link set br0 up")
@@ -34,6 +37,8 @@ def shaped_links(mbit_by_node: Mapping[str, int]) -> Iterator[Mapping[str, str]]
                 f"ip -n {hub} link set {port} master br0",
                 f"ip -n {hub} link set {port} up",
             )
+            if mbit is None:
+                continue
             shape = f"root tbf rate {mbit}mbit burst 256kb latency 50ms"
             _run(
                 f"ip netns exec {name} tc qdisc add dev {_LINK} {shape}",
@@ -95,6 +100,15 @@ def slow(node: str, mbit: int, delay_ms: int) -> None:
     """Limit what a node sends from now on, behind a queue that takes up to `delay_ms`."""
     shape = f"root tbf rate {mbit}mbit burst 32kb latency {delay_ms}ms"
     _run(f"ip netns exec hearth-{node} tc qdisc replace dev {_LINK} {shape}")
+
+
+def narrow(node: str, mbit: int) -> None:
+    """Limit what a node sends from now on, behind the queue that a network device has by default."""
+    _run(
+        f"ip netns exec hearth-{node} tc qdisc add dev {_LINK} root handle 1: tbf rate {mbit}mbit burst 32kb "
+        "latency 50ms",
+        f"ip netns exec hearth-{node} tc qdisc add dev {_LINK} parent 1:1 pfifo_fast",
+    )
 
 
 def end_processes(node: str) -> None:

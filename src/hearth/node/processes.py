@@ -139,7 +139,9 @@ async def spawn(module: str, setup: msgspec.Struct, errors: ErrorFile, *descript
         stdout=PIPE,
         stderr=errors,
         pass_fds=descriptors,
-        start_new_session=True,  # Ctrl-C is for this process alone
+        # Ctrl-C is for this process alone. In a session of its own, the niceness of the keeper's threads
+        # would not count beside workers: Linux may schedule each session as one (`sched_autogroup_enabled`).
+        preexec_fn=os.setpgrp,  # uvloop has no `process_group`
     )
     assert process.stdin is not None, "asked for a pipe"
     process.stdin.write(msgspec.json.encode(setup) + b"\n")

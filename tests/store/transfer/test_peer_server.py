@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
+import threading
 from contextlib import ExitStack, closing
 
 import pytest
@@ -15,6 +17,7 @@ from hearth.store.transfer.peer_stream import PeerStream
 from tests.store.transfer.test_peers import a_cluster, a_store
 
 RECEIVER = NodeId("b")
+TC_PRIO_BULK, LARGEST_NICENESS = 2, 19
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -64,3 +67,22 @@ def test_a_ticket_of_another_node_is_of_no_use() -> None:
         with pytest.raises((ConnectionError, ssl.SSLError)):
             asks(stream._socket)
         stream.close()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_sends_leave_cores_and_the_link_to_other_work(is_encrypted: bool) -> None:
+    with a_cluster(is_encrypted=is_encrypted) as cluster, a_store(cluster, "a") as sender:
+        receiver = cluster.add("b")
+        granted = cluster.ticket(sender.node.name, receiver.name)
+        assert isinstance(granted, TicketGranted)
+        with closing(PeerStream.open(sender.node.name, granted, receiver.folder, 30.0)) as stream:
+            assert asks(stream._socket), "a refusal, so it is being served"
+            (session,) = sender.server._sessions
+            assert session._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == TC_PRIO_BULK
+            niceness = {
+                thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
+                for thread in threading.enumerate()
+            }
+            assert niceness.pop("hearth-peer") == LARGEST_NICENESS
+            assert "hearth-read-far-0" in niceness, "started later, by a send, it would be as nice"
+            assert set(niceness.values()) == {os.getpriority(os.PRIO_PROCESS, 0)}

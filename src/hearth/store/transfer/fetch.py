@@ -189,6 +189,15 @@ class Fetcher:
             self._planned.update((model.manifest.chunk_ids[index], fetch) for index in chunks)
         return self._begin(fetch)
 
+    def start_far_readers(self) -> None:
+        """Start the readers of object storage, which otherwise start with the first load from there."""
+        with self._lock:
+            self._start_far_readers()
+
+    def _start_far_readers(self) -> None:
+        if not self._far_readers:
+            self._far_readers = self._start_readers("hearth-read-far", self._far_jobs, NUM_FAR_READERS)
+
     def _begin(self, fetch: Fetch) -> Fetch:
         model, chunks = fetch.model, fetch.todo
         too_large = [i for i in chunks if model.manifest.chunks[i].num_bytes > self.segment.cell_bytes]
@@ -198,8 +207,8 @@ class Fetcher:
         with self._lock:
             if self._is_closed:
                 raise StoreError(f"`{model.name}` cannot be fetched: these tiers are closed; open new ones")
-            if model.remote is not None and not self._far_readers:
-                self._far_readers = self._start_readers("hearth-read-far", self._far_jobs, NUM_FAR_READERS)
+            if model.remote is not None:
+                self._start_far_readers()
             if chunks:
                 self._live.add(fetch)
                 self.segment.load_began()

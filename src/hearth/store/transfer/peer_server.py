@@ -55,6 +55,10 @@ SIGNED_S = 600.0
 #: Sent at a time. The limit of time for a write holds for all of it with TLS, for each 64 KiB without.
 PIECE_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 256 << 10  #: of a connection, in the kernel
+#: Bulk data (TC_PRIO_BULK): in this machine's queue, tokens, activations and control go first.
+_BULK_PRIORITY = 2
+#: Of threads that send: eight, the most connections of a receiver, get a tenth of a core that a worker uses.
+_NICENESS = 19
 _SO_MAX_PACING_RATE, _UNPACED = 47, 0xFFFFFFFF  # the socket module has no names for them
 _RESET = struct.pack("ii", 1, 0)
 
@@ -78,6 +82,7 @@ class PeerServer:
         self._sessions: dict[_PeerSession, threading.Thread] = {}
         self._lock = threading.Lock()  #: guards the sessions, which end on their own
         self._is_closing = False
+        tiers.fetcher.start_far_readers()  # started by a thread that sends, they would be as nice
         self._listener = OwnerSocket(path)
         self._thread = threading.Thread(target=self._accept, name="hearth-peers", daemon=True)
         self._thread.start()
@@ -138,6 +143,7 @@ class PeerServer:
             raise
 
     def _run(self, session: _PeerSession) -> None:
+        os.nice(_NICENESS)  # of this thread alone
         try:
             session.run(self._credentials)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, StoreError) as error:
@@ -168,6 +174,7 @@ class _PeerSession:
         self.source, self._socket = given.source, given.connection
         self._socket.settimeout(None)  # the agent's descriptor does not block
         set_patience(self._socket, stall_s)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK_PRIORITY)
         # Else a whole chunk may wait in the kernel, and the next one would share the link with it.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
         self._received = b""
