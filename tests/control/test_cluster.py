@@ -43,6 +43,7 @@ from hearth.core.node_messages import (
     Sources,
     TicketGranted,
     WorkerOpened,
+    WorkerStatus,
 )
 from hearth.core.types import LOCAL, Digest, ModelId, NodeId, WorkerId
 from hearth.node.channel import Channel
@@ -213,7 +214,33 @@ def test_a_worker_takes_part_until_its_node_is_lost(data_dir: DataDir) -> None:
             await asyncio.sleep(0.005)
         assert fleet.workers[WorkerId("gpu-1/w0")].node == "gpu-1"
         await head.leave(channel, welcome.node)
-        while fleet.workers or fleet.most_by_node:
+        while fleet.workers:
+            await asyncio.sleep(0.005)
+
+    play(data_dir, scene)
+
+
+def test_workers_of_nodes_that_may_return_are_awaited_for_a_while(
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(head: HeadRig) -> None:
+        awaited = head.rig.driver.fleet.most_by_node
+        assert awaited == {"gpu-1.next": 1, "gpu-2.next": 1}, "members, when the service starts"
+        channel, welcome = await head.join()
+        await head.leave(channel, welcome.node)
+        channel, welcome = await head.join()
+        assert awaited == {"gpu-1.1": 1, "gpu-2.next": 1}
+        channel.send(NodePulse((WorkerStatus(WorkerId("gpu-1.1/w0"), "failing", 0, 1, None, "it exits"),), 0))
+        while "gpu-1.1" in awaited:
+            await asyncio.sleep(0.005)
+        await head.leave(channel, welcome.node)
+        assert awaited == {"gpu-1.next": 1, "gpu-2.next": 1}, "a node that was lost"
+        await head.cluster.remove("gpu-1")
+        assert awaited == {"gpu-2.next": 1}
+        monkeypatch.setattr("hearth.control.cluster.NO_NODE_S", 0.0)
+        other, welcome = await head.join("gpu-2")
+        await head.leave(other, welcome.node)
+        while awaited:
             await asyncio.sleep(0.005)
 
     play(data_dir, scene)

@@ -313,6 +313,7 @@ FORMAT = {
     "Why": "demand evicted free_room loading resident staged switched turns waited",
     "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node gpu",
     "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
+    "WorkersExpected": "now_s node num_workers",
     "Link": "bytes_per_s latency_s",
     "NodeLost": "now_s node",
     "NodeDraining": "now_s node is_draining",

@@ -144,6 +144,19 @@ def test_strangers_may_only_ask_to_join(cluster: Cluster, play: Scene) -> None:
     play(scene)
 
 
+def test_the_log_names_the_address_of_a_peer_that_sends_garbage(
+    cluster: Cluster, play: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            stranger = await nameless(port)
+            stranger.forward(b"GET / HTTP/1.1" * 2000)
+            assert await stranger.receive() is None
+        assert "peer_refused worker=None address=127.0.0.1 reason=" in caplog.text
+
+    play(scene)
+
+
 def test_a_removed_member_is_told_so(cluster: Cluster, play: Scene) -> None:
     async def scene() -> None:
         async with cluster.listening() as port:
@@ -418,7 +431,7 @@ def test_closing_the_port_ends_members_and_strangers(cluster: Cluster, play: Sce
         assert await known.receive() is None
         assert await _all(reader) == b""
         writer.close()
-        with pytest.raises(Unreachable, match="cannot be reached: "):
+        with pytest.raises(Unreachable, match="cannot be reached: Connection refused; check"):
             await to_head(port, cluster.node)
 
     play(scene)

@@ -455,7 +455,13 @@ def test_a_worker_whose_settings_no_restart_cures_is_not_started_again() -> None
     ("code", "farewell", "killed_for", "reason"),
     [
         pytest.param(1, FAREWELL, None, "cpu has no memory", id="it said why"),
-        pytest.param(-signal.SIGKILL, "", None, "SIGKILL, as if memory was short", id="by the kernel"),
+        pytest.param(
+            -signal.SIGKILL,
+            "",
+            None,
+            "SIGKILL, from outside Hearth or because memory was short",
+            id="by the kernel",
+        ),
         pytest.param(-signal.SIGSEGV, "", None, "SIGSEGV", id="by itself"),
         pytest.param(-signal.SIGKILL, "", "it hung", "it hung", id="by the supervisor"),
         pytest.param(3, "nonsense", None, "exit code 3, the log says more", id="without a word"),

@@ -108,18 +108,19 @@ def rm(
 
 
 def _row(node: NodeView) -> list[str]:
+    is_down = node.state == "down"
     counted = Counter(node.devices)
     devices = ", ".join(f"{count} x {device}" for device, count in counted.items())
     links = ", ".join(f"{link.source} {link.bytes_per_s / 1e9:.2f} GB/s" for link in node.links)
     return [
         node.name,
-        node.node,
+        node.node or "-",
         node.state,
         node.host or "-",
         devices or "-",
-        f"{node.num_ready_workers} of {len(node.devices)}",
-        size(node.budget_bytes),
-        f"{size(node.host_used_bytes)} of {size(node.host_bytes)}",
+        "-" if is_down else f"{node.num_ready_workers} of {len(node.devices)}",
+        "-" if is_down else size(node.budget_bytes),
+        "-" if is_down else f"{size(node.host_used_bytes)} of {size(node.host_bytes)}",
         links or "-",
         ", ".join(f"{key}={value}" for key, value in node.labels.items()) or "-",
     ]

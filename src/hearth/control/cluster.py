@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
@@ -18,7 +19,7 @@ from typing import assert_never
 from hearth.control.driver import Driver
 from hearth.control.keeper_reports import KeeperReports
 from hearth.control.multicasts import Multicasts
-from hearth.control.nodes import Nodes, RemoteNode
+from hearth.control.nodes import NO_NODE_S, Nodes, RemoteNode
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.views import LinkView, NodeView
 from hearth.core import node_messages as messages
@@ -73,6 +74,7 @@ class Cluster:
         self._questions = AgentSocket()  #: of the workers of this machine
         self._answering: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._awaited_until_s: dict[str, float] = {}  #: names of members that are away and may return
 
     async def start(self, path: Path) -> None:
         """Listen, with the credentials in `path`. Call it when the keeper is ready. Raises ConfigError."""
@@ -88,9 +90,21 @@ class Cluster:
         self._questions.head_found(self._answer_own)
         self._answering = await self._questions.listen(self._nodes.local.agent_socket)
         self.models_changed()
+        for name in self._authority.names():
+            self._await_member(name)
         works = (self._watch(), self._report(), self._tell_places())
         self._tasks = [run_vital(work) for work in works]
         log.info("cluster listening=%s port=%d", cluster.listen, self._port.port)
+
+    def _await_member(self, name: str) -> None:
+        """Have requests that lack room wait for a node that is away, unless the load adds machines."""
+        if self._config.cluster.min_nodes is None:
+            self._awaited_until_s[name] = time.monotonic() + NO_NODE_S
+            self._driver.expect_workers(_next_life(name), 1)
+
+    def _await_no_more(self, name: str) -> None:
+        if self._awaited_until_s.pop(name, None) is not None:
+            self._driver.expect_workers(_next_life(name), 0)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -142,6 +156,8 @@ class Cluster:
         )
         if hello.name in self._drained:
             self._driver.post(events.NodeDraining(self._driver.now_s, node_id, True))
+        self._driver.expect_workers(node_id, len(hello.devices))
+        self._await_no_more(hello.name)
         self._metrics.node_up.labels(hello.name).set(1)
         log.info("node_joined node=%s host=%s devices=`%s`", node_id, channel.host, ", ".join(hello.devices))
         try:
@@ -243,6 +259,7 @@ class Cluster:
         self._metrics.node_up.labels(node.name).set(0)
         self._reasons[node.name] = reason
         log.warning("node_lost node=%s reason=%s", node.node_id, reason)
+        self._await_member(node.name)
         node.expect_end(f"was lost with its node ({reason})")
         for link in list(node.links.values()):
             link.abort()
@@ -265,6 +282,11 @@ class Cluster:
                     self._lose(node, f"it was silent for {MAX_SILENT_PULSES * PULSE_S:g} s")
             if (outage := self._nodes.outage()) is not None:
                 self._driver.fail_all(outage)
+            for node_id in self._nodes.failing():
+                self._driver.expect_workers(node_id, 0)
+            for name, until_s in list(self._awaited_until_s.items()):
+                if until_s <= time.monotonic():
+                    self._await_no_more(name)
 
     async def _report(self) -> None:
         while True:
@@ -405,6 +427,7 @@ class Cluster:
             if node.name == name:
                 node.channel.send(messages.NodeRefused(f"`{name}` was removed from the cluster"))
                 self._lose(node, "it was removed")
+        self._await_no_more(name)
 
     def views(self) -> tuple[NodeView, ...]:
         down = (NodeView(name=name, state="down", reason=reason) for name, reason in self._absences().items())
@@ -451,3 +474,8 @@ class Cluster:
             if replica.worker.node == node
         }
         return {model: sources for model, sources in loading.items() if sources}
+
+
+def _next_life(name: str) -> NodeId:
+    """Return what the brain is told to expect of a node that is away: it has no id yet."""
+    return NodeId(f"{name}.next")

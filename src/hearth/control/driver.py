@@ -513,6 +513,11 @@ class Driver:
         )
         self._post_lost_nodes()
 
+    def expect_workers(self, node: NodeId, num_workers: int) -> None:
+        """Refuse no request for lack of room while workers of a node start; 0: wait only for those up."""
+        if max(num_workers, self.fleet.num_workers_by_node[node]) != self.fleet.most_by_node.get(node, 0):
+            self.post(events.WorkersExpected(self.now_s, node, num_workers))
+
     def node_lost(self, node: NodeId) -> None:
         """Tell the brain of a lost node, after all its workers."""
         self._lost_nodes.add(node)

@@ -12,7 +12,7 @@ from hearth.core import node_messages as messages
 from hearth.core.errors import NoWorkers
 from hearth.core.messages import WorkerEnded
 from hearth.core.node_messages import WorkerStatus
-from hearth.core.types import Digest, NodeId, WorkerId, node_of
+from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, node_of
 from hearth.node.link import FrameLink
 from hearth.node.local_node import LocalNode
 from hearth.node.supervisor import seat_index
@@ -64,7 +64,7 @@ class RemoteNode:
             link.ended = link.ended or WorkerEnded(reason, is_with_node=True)
 
 
-#: How long requests wait if no machine has workers: those that were there return within seconds.
+#: How long requests that lack room wait for machines that are away: most return within seconds.
 NO_NODE_S = 30.0
 
 
@@ -97,6 +97,16 @@ class Nodes:
         error = NoWorkers(f"no worker is up: {trouble}")
         error.retry_s = NO_NODE_S
         return error
+
+    def failing(self) -> list[NodeId]:
+        """Return the nodes on which workers fail to start, and none is starting for the first time."""
+        by_node = {LOCAL: self.local.workers()} | {one.node_id: one.workers() for one in self.others.values()}
+        return [
+            node
+            for node, workers in by_node.items()
+            if any(one.state == "failing" for one in workers)
+            and all(one.state != "starting" for one in workers)
+        ]
 
     def device_share(self, worker: WorkerId) -> float:
         """Return a worker's share of its device."""

@@ -168,6 +168,8 @@ async def running(
         def fail_if_out() -> None:
             if (outage := nodes.outage()) is not None:
                 driver.fail_all(outage)
+            for node in nodes.failing():
+                driver.expect_workers(node, 0)
 
         stack.push_async_callback(local.close)
         # Only while workers import their modules: later it would delay the tokenizers of requests.
@@ -178,6 +180,7 @@ async def running(
         stack.callback(reading.cancel)
         await local.start()
         local.start_workers(LOCAL)
+        driver.expect_workers(LOCAL, devices.num_workers)
         if not local.supervisor.keeper.reads_natively:
             metrics.fallbacks.labels("interpreted_reads").inc()
         reports = KeeperReports(local.keeper, catalog, driver, metrics)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
 from collections import deque
@@ -54,7 +55,6 @@ class Channel(FrameLink):
         super().__init__()
         self.peer: str | None = None  #: verified name; None: the peer has shown no certificate
         self.key = ""  #: hash of the key in the peer's certificate
-        self.host = ""  #: address of the peer
         self._frames: deque[bytes] = deque()  #: not received yet
         self._changed = asyncio.Event()
 
@@ -149,12 +149,20 @@ async def connect(host: str, port: int, context: ssl.SSLContext, expects: str | 
             "and this machine's clock"
         ) from error
     except OSError as error:
-        reason = f"no answer within {CONNECT_S:g} s" if isinstance(error, TimeoutError) else str(error)
         raise Unreachable(
-            f"`{host}:{port}` cannot be reached: {reason}; check the address, that `hearth serve` runs there "
-            "and that no firewall blocks the port"
+            f"`{host}:{port}` cannot be reached: {_reason_of(error)}; check the address, that `hearth serve` "
+            "runs there and that no firewall blocks the port"
         ) from error
     return channel
+
+
+def _reason_of(error: OSError) -> str:
+    """Say why a connection failed; asyncio's own text for it has a number and the address again."""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {CONNECT_S:g} s"
+    if isinstance(error, ssl.SSLError | socket.gaierror) or error.errno is None:
+        return str(error.strerror or error)
+    return os.strerror(error.errno)
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,8 @@ class Authority:
         """Return a token with which any number of nodes can join until it expires; only its hash is kept."""
         if not 0 < ttl_s <= MAX_TOKEN_S:
             raise ConfigError(
-                f"a token is valid for at most {MAX_TOKEN_S / 86400:.0f} days, given: {ttl_s:g} s; "
-                "nodes that have joined need no token"
+                f"a token is valid for at most {MAX_TOKEN_S / 86400:.0f} days, given: {ttl_s / 86400:g} "
+                "days; nodes that have joined need no token"
             )
         token = Token(self.fingerprint, secrets.token_hex(4), secrets.token_urlsafe(32))
         with self._changing():

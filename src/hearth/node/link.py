@@ -47,6 +47,7 @@ class FrameLink(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.worker: WorkerId | None = None  #: that it is about; None: not known yet
+        self.host = ""  #: address of a peer on another machine
         self._receiver: Receiver | None = None  #: None as long as the worker
         self._buffer = bytearray()
         self._unread_bytes = 0
@@ -103,7 +104,7 @@ class FrameLink(asyncio.Protocol):
         try:
             self._take_frames()
         except ServiceError as error:
-            log.warning("peer_refused worker=%s reason=%s", self.worker, error)
+            log.warning("peer_refused worker=%s address=%s reason=%s", self.worker, self.host or "-", error)
             self.abort(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -67,7 +67,7 @@ def ending_of(code: int, farewell: bytes, killed_for: str | None) -> WorkerEndin
 
 def _by_signal(number: int) -> str:
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
-    return f"{name}, as if memory was short" if number == signal.SIGKILL else name
+    return f"{name}, from outside Hearth or because memory was short" if number == signal.SIGKILL else name
 
 
 def restart_delay_s(num_failures: int) -> float:

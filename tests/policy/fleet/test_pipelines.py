@@ -19,6 +19,7 @@ from hearth.policy.fleet.events import (
     LoadProgressed,
     ModelFailed,
     ModelReady,
+    NodeLost,
     Reject,
     RejectReason,
     SetHold,
@@ -26,6 +27,7 @@ from hearth.policy.fleet.events import (
     TimerFired,
     Why,
     WorkerLost,
+    WorkersExpected,
 )
 from hearth.policy.fleet.failures import FIRST_DELAY_S
 from hearth.policy.fleet.profile import Promise
@@ -396,6 +398,27 @@ def test_a_pinned_model_has_a_pinned_pipeline() -> None:
         assert desk.fleet.models[ModelId("large")].replicas[WorkerId("w1")].hold is Hold.PINNED
         desk.lose("w2")
         assert list(loads(desk.join("w3"))) == ["w1", "w3"]
+
+
+def test_a_request_waits_for_workers_that_start() -> None:
+    desk = joined("a/w1")
+    desk.deploy(LARGE)
+    desk._step(WorkersExpected(0.0, NodeId("b"), 1))
+    assert not any(isinstance(one, Reject) for one in desk.ask("r1", "large"))
+    assert list(loads(desk.join("b/w1"))) == ["a/w1", "b/w1"]
+
+
+def test_a_request_of_a_lost_pipeline_waits_for_its_node_until_that_is_given_up() -> None:
+    desk = joined("a/w1", "b/w1")
+    desk.deploy(LARGE)
+    desk.ask("r1", "large")
+    desk._step(WorkersExpected(0.0, NodeId("b.next"), 1))
+    assert not any(isinstance(one, Reject) for one in desk.lose("b/w1"))
+    assert not any(isinstance(one, Reject) for one in desk._step(NodeLost(0.0, NodeId("b"))))
+    (reject,) = [
+        one for one in desk._step(WorkersExpected(0.0, NodeId("b.next"), 0)) if isinstance(one, Reject)
+    ]
+    assert reject.reason is RejectReason.NEVER_FITS
 
 
 def test_what_cannot_be_split_over_the_workers_is_refused_with_the_numbers() -> None:

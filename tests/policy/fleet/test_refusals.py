@@ -26,7 +26,7 @@ def test_a_reason_is_given_exactly_if_there_is_one(config: BrainConfig, moves: M
         fits = [needs[one.kind].least_bytes <= one.promises.budget_bytes for one in workers]
         open_ = [one for one in workers if not one.is_draining]
         could = [one.promises.has_room(needs[one.kind], Hold.BUSY) for one in open_]
-        is_early = not fleet.workers or bool(fleet.draining)
+        is_early = not fleet.is_complete
         assert (explain_misfit(fleet, model.profile) is None) == (any(fits) or is_early)
         assert (explain_pinned_out(fleet, model.profile) is None) == any(could)
         for worker in workers:

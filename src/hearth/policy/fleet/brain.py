@@ -55,6 +55,7 @@ from hearth.policy.fleet.events import (
     TurnEnded,
     WorkerJoined,
     WorkerLost,
+    WorkersExpected,
 )
 from hearth.policy.fleet.failures import (
     back_off,
@@ -153,6 +154,9 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
         case NodeDraining(_, node, is_draining):
             fleet.drain_node(node, is_draining=is_draining)
             return evict_pipelines(fleet, node) + refuse_hopeless(fleet)
+        case WorkersExpected(_, node, num_workers):
+            fleet.expect(node, num_workers)
+            return refuse_hopeless(fleet)
         case NodeLost(_, node):
             fleet.lose_node(node)
             return refuse_hopeless(fleet)

@@ -82,6 +82,15 @@ class NodeLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersExpected:
+    """The workers of a node start, or those that are not up are given up."""
+
+    now_s: float
+    node: NodeId
+    num_workers: int  #: 0: no more than are up
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDraining:
     """A user empties a node, or has it back. What runs there may finish."""
 
@@ -236,6 +245,7 @@ Event = (
     | ModelStopped
     | WorkerJoined
     | WorkerLost
+    | WorkersExpected
     | NodeLost
     | NodeDraining
     | LinkMeasured

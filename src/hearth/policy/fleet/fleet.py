@@ -54,7 +54,7 @@ class Fleet:
         self.loading_pipelines: dict[ModelId, Replica] = {}
         self.draining: dict[NodeId, None] = {}
         self.num_workers_by_node: Counter[NodeId] = Counter()
-        #: The most workers there have been at a time: a lost one is replaced.
+        #: The most workers that were up at a time, or are expected: a lost one is replaced.
         self.most_by_node: dict[NodeId, int] = {}
         self._unranked: dict[WorkerId, Worker] = {}  #: ranked by their room when it matters
         #: When the first waiting model without a drain stops reserving room.
@@ -65,7 +65,7 @@ class Fleet:
 
     @property
     def is_complete(self) -> bool:
-        """False while a worker is being replaced, or a node that is drained may be had back."""
+        """False while a worker starts or is being replaced, or a node that is drained may be had back."""
         return 0 < sum(self.most_by_node.values()) == len(self.workers) and not self.draining
 
     def advance(self, now_s: float) -> None:
@@ -106,6 +106,14 @@ class Fleet:
             self.capacity.put(worker.kind, worker.name, worker.promises)
         self.rank_room(worker)
         self._note_workers()
+
+    def expect(self, node: NodeId, num_workers: int) -> None:
+        """Wait for that many workers of a node, or only for those that are up."""
+        num_workers = max(num_workers, self.num_workers_by_node[node])
+        if num_workers:
+            self.most_by_node[node] = num_workers
+        else:
+            self.most_by_node.pop(node, None)
 
     def lose(
         self, worker: Worker, suspects: Collection[Replica], in_step: Collection[RequestId] | None

@@ -26,7 +26,7 @@ def reject(
 def refuse_hopeless(fleet: Fleet) -> list[Action]:
     """Reject requests whose model no worker can ever hold, or none beside what is pinned.
 
-    Rejects none while a lost worker is being replaced: room may come with it.
+    Rejects none while a worker starts or is being replaced: room may come with it.
     """
     if not fleet.is_complete:
         return []
@@ -50,7 +50,7 @@ def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
 
     Never with scaling: a machine that is added may hold it.
     """
-    if not fleet.workers or fleet.draining or fleet.config.scaling is not None:
+    if not fleet.is_complete or fleet.config.scaling is not None:
         return None
     texts = []
     for kind, index in fleet.capacity.by_kind.items():
@@ -69,7 +69,7 @@ def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
             )
     advice = "give workers more memory, or deploy it quantised or with a shorter context"
     if fleet.capacity.must_stage(profile):
-        if not fleet.is_complete or find_stages(fleet, profile, lambda index: index.budget, _fits_budget):
+        if find_stages(fleet, profile, lambda index: index.budget, _fits_budget) is not None:
             return None
         texts.append(explain_stages(fleet, profile, None))
         advice = "add workers, or deploy it quantised or with a shorter context"
