@@ -44,6 +44,8 @@ class Writer:
     def allowed(self) -> set[int]:
         mask = self.guide.mask
         assert len(mask) % 4 == 0
+        if self.guide.num_free:
+            assert mask == b"\xff" * len(mask)
         return {token for token in range(self.vocab_size) if mask[token // 8] >> token % 8 & 1}
 
     def write(self, text: str) -> FinishReason | None:
@@ -91,8 +93,10 @@ def test_a_model_may_begin_to_think_or_answer_at_once(tmp_path: Path) -> None:
 def test_the_closing_mark_is_forced_when_the_budget_is_used_up(tmp_path: Path) -> None:
     writer = Writer(tmp_path, after(GuideSpec("any"), thinking(is_open=True, budget_tokens=4)))
 
-    for char in "abcd":
+    for num_free, char in zip((4, 3, 2, 1), "abcd", strict=True):
+        assert writer.guide.num_free == num_free
         writer.write(char)
+    assert writer.guide.num_free == 0
     assert writer.allowed() == {writer.id_of("</think>")}
     writer.write("</think>")
     assert writer.allowed() == writer.everything

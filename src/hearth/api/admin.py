@@ -9,7 +9,6 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import Field
 from starlette.responses import Response
 
-from hearth.api.answer import SSE_TYPE, WAITING
 from hearth.api.answers import PLAIN_TEXT
 from hearth.api.anthropic.message_format import MESSAGE_PREFIX
 from hearth.api.body import OwnBody, Text
@@ -17,7 +16,7 @@ from hearth.api.guard import MODELS_PATH, NODES_PATH, caller_of
 from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT, COMPLETION
-from hearth.api.progress import ProgressFormat, ProgressResponse
+from hearth.api.progress import ProgressResponse
 from hearth.api.responses.dialect import ID_PREFIX
 from hearth.core.errors import RequestError, UnknownRequest
 from hearth.core.version import hearth_version
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 _EVENTS: dict[int | str, dict[str, object]] = {
     200: {"description": "Progress.", "content": {"text/event-stream": {}, "application/json": {}}}
 }
-_EVENT_STREAM = ProgressFormat(SSE_TYPE, b"data: ", b"\n\n", WAITING, MODELS_PATH)
 
 
 class DeployBody(OwnBody):
@@ -77,7 +75,7 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
         events = gateway.deploy(
             body.source, body.name, body.dtype, body.quant, body.overwrite, body.base, labels=body.labels
         )
-        return ProgressResponse(events, "model", heartbeat_s, _EVENT_STREAM, is_whole=wants_json(request))
+        return ProgressResponse(events, heartbeat_s, result="model", is_whole=_wants_json(request))
 
     @routes.delete("/{name:path}", summary="Remove a model or an adapter")
     async def remove(name: str, with_adapters: bool = False) -> Response:
@@ -92,7 +90,7 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
         Streams progress as events; with `Accept: application/json` it waits and returns the snapshot.
         """
         events = gateway.make_snapshot(name, caller_of(request))
-        return ProgressResponse(events, "snapshot", heartbeat_s, _EVENT_STREAM, is_whole=wants_json(request))
+        return ProgressResponse(events, heartbeat_s, result="snapshot", is_whole=_wants_json(request))
 
     @routes.post("/{name:path}/unload", summary="Let a model be evicted")
     async def unload(name: str, body: UnloadBody) -> Response:
@@ -191,5 +189,5 @@ def node_routes(gateway: Gateway) -> APIRouter:
     return routes
 
 
-def wants_json(request: Request) -> bool:
+def _wants_json(request: Request) -> bool:
     return request.headers.get("accept", "").startswith("application/json")

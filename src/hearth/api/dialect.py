@@ -14,10 +14,10 @@ from typing import Protocol, TypeAlias
 from hearth.control.requests.generation import AnswerStream, GenerationRequest, TokenDelta
 from hearth.core.errors import HearthError
 from hearth.core.types import FinishReason, PromptReading
-from hearth.text.reasoning import Phase, Reasoning, ReasoningParser, ReasoningUse, Split
+from hearth.text.reasoning import Phase, ReasoningParser, ReasoningUse, Split, Thought
 from hearth.text.tool_calls import ToolCall, ToolFormat, ToolParser
 
-Part: TypeAlias = "Reasoning | str | ToolCall"
+Part: TypeAlias = "Thought | str | ToolCall"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class ChoiceReader:
         """Return what these tokens add; text that may become a call or a mark is held back."""
         has_ended = not deltas or deltas[-1].finish_reason is not None
         reasoning, text = self._split(deltas, has_ended)
-        parts: list[Part] = [Reasoning(reasoning)] if reasoning and self._shows_reasoning else []
+        parts: list[Part] = [Thought(reasoning)] if reasoning and self._shows_reasoning else []
         if self._calls is None:
             return [*parts, text] if text else parts
         parts += self._calls.push(text)

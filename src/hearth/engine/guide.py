@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -85,6 +86,10 @@ class GrammarGuide:
     def mask(self) -> bytes:
         assert not self.is_stuck, f"no token is allowed: {self._matcher.stop_reason()}"
         return self._mask
+
+    @property
+    def num_free(self) -> int:
+        return 0
 
     @property
     def is_stuck(self) -> bool:
@@ -179,6 +184,14 @@ class ThinkingGuide:
         mask = self._any if self._answer is None else self._answer.mask
         may_think = not self._is_answering and len(self._open_ids) == 1
         return _with(mask, self._open_ids[0]) if may_think else mask
+
+    @property
+    def num_free(self) -> int:
+        if self._answer is not None or self._forced:
+            return 0
+        if self._is_answering or (budget := self._spec.budget_tokens) is None:
+            return sys.maxsize
+        return budget - self._num_tokens
 
     def take(self, token: int) -> FinishReason | None:
         if self._forced:

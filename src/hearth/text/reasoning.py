@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from hearth.text.tokenizer import Tokenizer
 
@@ -71,6 +72,7 @@ def marks_of(tokenizer: Tokenizer) -> ReasoningMarks | None:
     return marks_in(tokenizer.chat_template_text) or next(by_token, None)
 
 
+@lru_cache(maxsize=64)
 def switches_in(template_text: str | None) -> tuple[str, ...]:
     """Return the variables by which a template switches thinking on or off."""
     tests = {name: rf"\b{name}\s+is\b|\b(?:if|not|and|or)\s+{name}\b" for name in SWITCHES}
@@ -78,7 +80,7 @@ def switches_in(template_text: str | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class Thought:
     text: str
 
 

@@ -22,7 +22,7 @@ from hearth.api.errors import fault_of
 from hearth.api.openai.sse import MAX_EVENTS
 from hearth.control.requests.generation import AnswerStream, TokenDelta
 from hearth.core.errors import HearthError
-from hearth.text.reasoning import Reasoning
+from hearth.text.reasoning import Thought
 from hearth.text.tool_calls import ToolCall
 
 PATH = "/v1/messages"
@@ -93,7 +93,7 @@ class MessageEvents:
         return b"event: error\ndata: " + spell(fault_of(error), PATH) + b"\n\n"
 
     def _part(self, part: Part) -> bytes:
-        if isinstance(part, Reasoning):
+        if isinstance(part, Thought):
             return self._thinking(part.text)
         return self._call(part) if isinstance(part, ToolCall) else self._text(part)
 

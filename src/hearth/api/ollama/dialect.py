@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hearth.api.answer import NDJSON_TYPE
 from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, ChoiceReader, Part, TokenUsage
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
@@ -17,10 +18,8 @@ from hearth.control.observe.views import Explanation
 from hearth.control.requests.generation import AnswerStream, TokenDelta
 from hearth.core.errors import HearthError
 from hearth.core.types import FinishReason
-from hearth.text.reasoning import Reasoning
+from hearth.text.reasoning import Thought
 from hearth.text.tool_calls import ToolCall
-
-NDJSON_TYPE = "application/x-ndjson"
 
 encode = msgspec.json.Encoder().encode
 
@@ -124,7 +123,7 @@ class OllamaEvents:
     def _part(self, part: Part) -> bytes:
         if isinstance(part, str):
             return self._before + encode(part) + self._after
-        if isinstance(part, Reasoning):
+        if isinstance(part, Thought):
             return b'%b"","thinking":%b%b' % (self._before, encode(part.text), self._after)
         call, self._num_calls = call_object(self._num_calls, part), self._num_calls + 1
         return b'%b"","tool_calls":[%b]%b' % (self._before, encode(call), self._after)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
+from hearth.api.answer import NDJSON_TYPE
 from hearth.api.answers import PLAIN_TEXT, Answers
 from hearth.api.errors import ErrorBody, error_responses
 from hearth.api.guard import COPY_PATH, DELETE_PATH, caller_of
@@ -18,7 +19,6 @@ from hearth.api.ollama.chat import OllamaChatBody
 from hearth.api.ollama.dialect import (
     CHAT,
     GENERATE,
-    NDJSON_TYPE,
     LoadDialect,
     OllamaDialect,
     OllamaFormat,
@@ -29,7 +29,7 @@ from hearth.api.ollama.generate import GenerateBody
 from hearth.api.ollama.models import resident_object, show_object, tag_object
 from hearth.api.ollama.store import CopyBody, NamedModelBody, PullBody, copy, hub_source, no_pull, pulling
 from hearth.api.openai.completion import CompletionBody
-from hearth.api.progress import ProgressFormat, ProgressResponse
+from hearth.api.progress import ProgressResponse
 from hearth.control.deploy.names import LATEST
 from hearth.control.observe.views import Explanation
 from hearth.core.errors import BadSampling, Forbidden, UnknownModel
@@ -46,8 +46,6 @@ GREETING = "Ollama is running: this is Hearth, which speaks its API"
 _STREAM_OR_JSON: dict[int | str, dict[str, object]] = {
     200: {"description": "The answer.", "content": {"application/json": {}, NDJSON_TYPE: {}}}
 }
-#: Some clients take every line for progress, so an idle stream repeats the first.
-_LINES = ProgressFormat(NDJSON_TYPE, b"", b"\n", b'{"status":"pulling manifest"}\n', "/api")
 
 
 class OllamaError(BaseModel):
@@ -151,7 +149,8 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
                     "role `admin`"
                 ) from None
             events = pulling(gateway, body.meant)
-        return ProgressResponse(events, None, heartbeat_s, _LINES, is_whole=body.stream is False)
+        is_whole = body.stream is False
+        return ProgressResponse(events, heartbeat_s, result=None, is_whole=is_whole, has_lines=True)
 
     @routes.post(COPY_PATH, summary="Deploy a model under another name, too")
     async def copy_model(body: CopyBody, request: Request) -> Response:

@@ -23,7 +23,7 @@ from hearth.api.openai.answer_format import (
 from hearth.control.requests.generation import AnswerStream, TokenDelta
 from hearth.core.errors import HearthError
 from hearth.core.types import FinishReason
-from hearth.text.reasoning import Reasoning
+from hearth.text.reasoning import Thought
 
 #: More pending tokens are sent as one event.
 MAX_EVENTS = 8
@@ -129,7 +129,7 @@ class _ChoiceEvents:
     def _delta_json(self, part: Part) -> bytes:
         if isinstance(part, str):
             return self._format.before_text + encode(part) + self._format.after_text
-        if isinstance(part, Reasoning):
+        if isinstance(part, Thought):
             return b'"delta":' + encode(reasoning_fields(part.text))
         call = {
             "index": self._num_calls,

@@ -21,7 +21,7 @@ from hearth.api.openai.sse import MAX_EVENTS
 from hearth.control.requests.generation import AnswerStream, TokenDelta
 from hearth.core.errors import HearthError
 from hearth.core.types import FinishReason
-from hearth.text.reasoning import Reasoning
+from hearth.text.reasoning import Thought
 from hearth.text.tool_calls import ToolCall
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -129,7 +129,7 @@ class ResponseEvents:
                 tokens, self._unsent = self._unsent, []
                 if isinstance(part, ToolCall):
                     events.append(self._call(part))
-                elif isinstance(part, Reasoning):
+                elif isinstance(part, Thought):
                     self._add_reasoning(part.text, events)
                 else:
                     self._add_text(part, tokens, events)
