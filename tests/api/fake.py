@@ -174,6 +174,7 @@ class FakeGateway:
         return [MODEL, *self.adapters]
 
     def model(self, name: str, caller: Caller = OPERATOR) -> ModelView:
+        name = name.removesuffix(":latest")
         adapter = next((one for one in self.adapters if one.name == name), None)
         if caller.terms.models is not None and name not in caller.terms.models:
             raise UnknownModel(f"no model named `{name}`; deploy it")

@@ -238,13 +238,17 @@ def test_an_output_may_be_held_to_a_schema(gateway: FakeGateway) -> None:
 
 
 def test_what_is_not_read_is_told(gateway: FakeGateway) -> None:
-    thinking = {"type": "enabled", "budget_tokens": 1024}
+    redacted = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
     response = ask(
-        gateway, thinking=thinking, context_management={"edits": []}, tools=[ADD | {"strict": True}]
+        gateway,
+        messages=[*HI, redacted, *HI],
+        context_management={"edits": []},
+        tools=[ADD | {"strict": True}],
     )
 
-    assert response.headers["x-hearth-ignored-fields"] == "thinking, tools.strict, context_management"
-    assert gateway.ignored == ["thinking", "tools.strict", "context_management"]
+    ignored = ["messages.content.redacted_thinking", "tools.strict", "context_management"]
+    assert response.headers["x-hearth-ignored-fields"] == ", ".join(ignored)
+    assert gateway.ignored == ["other", "tools.strict", "context_management"]
     assert "x-hearth-ignored-fields" not in ask(gateway, thinking={"type": "disabled"}).headers
 
 

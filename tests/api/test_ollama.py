@@ -264,8 +264,6 @@ def test_nothing_to_embed_is_answered_with_no_embeddings_as_ollama_does(gateway:
     ("method", "path", "instead"),
     [
         ("POST", "/api/create", "hearth deploy"),
-        ("POST", "/api/copy", "aliases"),
-        ("DELETE", "/api/delete", "hearth rm"),
         ("POST", "/api/push", "hearth convert"),
     ],
 )
@@ -278,11 +276,67 @@ def test_what_would_change_the_store_is_refused_with_what_to_do(
     assert instead in response.json()["error"]
 
 
-def test_only_what_is_deployed_can_be_pulled(gateway: FakeGateway) -> None:
-    assert request(gateway, "POST", "/api/pull", {"model": "tiny"}).json() == {"status": "success"}
-    refused = request(gateway, "POST", "/api/pull", {"model": "huge"})
-    assert refused.status_code == 404
-    assert "hearth deploy hf:ORG/NAME" in refused.json()["error"]
+def pull(gateway: FakeGateway, model: str, **fields: object) -> httpx.Response:
+    return request(gateway, "POST", "/api/pull", {"model": model, **fields})
+
+
+def test_what_is_deployed_is_pulled_without_a_download(gateway: FakeGateway) -> None:
+    statuses = [line["status"] for line in lines(pull(gateway, "tiny:latest"))]
+
+    assert statuses == ["pulling manifest", "success"]
+    assert pull(gateway, "tiny", stream=False).json() == {"status": "success"}
+    assert gateway.done == []
+
+
+@pytest.mark.parametrize(
+    ("model", "deployed"),
+    [
+        ("hf.co/Org/Name:latest", "hf:Org/Name hf.co/Org/Name"),
+        ("huggingface.co/Org/Name", "hf:Org/Name huggingface.co/Org/Name"),
+        ("Org/Name", "hf:Org/Name Org/Name"),
+        ("hf:Org/Name", "hf:Org/Name None"),
+    ],
+)
+def test_a_model_of_the_hub_is_pulled_under_the_name_that_was_asked_for(
+    gateway: FakeGateway, model: str, deployed: str
+) -> None:
+    progress, success = lines(pull(gateway, model))
+
+    assert (progress["status"], progress["completed"], progress["total"]) == ("converting", 1, 2)
+    assert str(progress["digest"]).startswith("sha256:")
+    assert success == {"status": "success"}
+    assert gateway.done == [f"deploy {deployed} auto none False"]
+    assert pull(gateway, model, stream=False).json() == {"status": "success"}
+
+
+def test_what_cannot_be_pulled_says_why(gateway: FakeGateway) -> None:
+    unknown = pull(gateway, "llama3.2")
+    assert unknown.status_code == 404
+    assert "`hf.co/ORG/NAME`" in unknown.json()["error"]
+
+    gateway.deploy_failure = EngineFailed("the disk is full")
+    assert "the disk is full" in str(lines(pull(gateway, "Org/Name"))[-1]["error"])
+
+    gateway.keys = FakeKeys()
+    headers = {"authorization": "Bearer user-key"}
+    refused = request(gateway, "POST", "/api/pull", {"model": "Org/Name"}, headers=headers)
+    assert (refused.status_code, "role `admin`" in refused.json()["error"]) == (403, True)
+    assert request(gateway, "POST", "/api/pull", {"model": "tiny"}, headers=headers).status_code == 200
+
+
+def test_a_model_is_copied_and_deleted_by_an_admin(gateway: FakeGateway) -> None:
+    names = {"source": "small:latest", "destination": "mine:latest"}
+    copied = request(gateway, "POST", "/api/copy", names)
+    deleted = request(gateway, "DELETE", "/api/delete", {"name": "small"})
+
+    assert (copied.status_code, copied.content, deleted.status_code, deleted.content) == (200, b"", 200, b"")
+    assert gateway.done == ["deploy /data/tiny mine auto none False", "remove tiny"]
+    assert request(gateway, "POST", "/api/copy", names | {"source": "none"}).status_code == 404
+    assert request(gateway, "DELETE", "/api/delete", {"model": "none"}).status_code == 404
+    gateway.keys = FakeKeys()
+    headers = {"authorization": "Bearer user-key"}
+    assert request(gateway, "POST", "/api/copy", names, headers=headers).status_code == 403
+    assert request(gateway, "DELETE", "/api/delete", {"model": "tiny"}, headers=headers).status_code == 403
 
 
 def test_clients_find_it_without_a_key(gateway: FakeGateway) -> None:
@@ -318,16 +372,9 @@ def test_what_is_not_read_is_told(gateway: FakeGateway) -> None:
     assert gateway.ignored == ["options.num_ctx", "options.num_gpu", "other"]
 
 
-def test_not_to_think_reaches_the_template(gateway: FakeGateway) -> None:
-    chat(gateway, think=False)
-
-    assert prompt_of(gateway).extra == {"enable_thinking": False}
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"think": True}, "`think` must be false, given: True"),
         ({"options": {"top_p": 2}}, "`options.top_p`: input should be less than or equal to 1, given: 2"),
         ({"options": {"num_predict": 0}}, "`options.num_predict` must be at least 1"),
         ({"options": {"stop": [""]}}, "`options.stop` contains an empty text"),

@@ -479,7 +479,7 @@ def test_fields_that_nothing_reads_are_told_by_the_names_of_this_api(api: Api) -
         prompt_cache_key="x",
     )
     assert answer.headers["x-hearth-ignored-fields"].split(", ") == [
-        *("tools.strict", "truncation", "input.reasoning", "prompt_cache_key", "reasoning.summary"),
+        *("tools.strict", "truncation", "prompt_cache_key", "reasoning.summary"),
     ]
 
 

@@ -133,6 +133,7 @@ class FakeService:
     instance_id: str = "life-1"
     models: list[ModelView] = field(default_factory=lambda: [MODEL])
     answer: list[str] = field(default_factory=lambda: ["The sky", " is blue.", "\u2028Really."])
+    reasoning: tuple[str, ...] = ()  #: of a chat, before its answer
     breaks_after: int | None = None  #: pieces of an answer
     status: str = "ok"
     unloaded: UnloadView = field(default_factory=lambda: UnloadView("smol", False, True, 0, 638 << 20, 0))
@@ -260,6 +261,8 @@ class _Handler(BaseHTTPRequestHandler):
             said: dict[str, object] = {"delta": {"content": piece}} if is_chat else {"text": piece}
             choice = {"index": 0, **said, "finish_reason": "stop" if is_last else None}
             events.append({**shared, "object": "chat.completion.chunk", "choices": [choice]})
+        thoughts = [{"index": 0, "delta": {"reasoning": piece}} for piece in self.service.reasoning]
+        events[:0] = [{**shared, "object": "chat.completion.chunk", "choices": [one]} for one in thoughts]
         options = body.get("stream_options")
         if options and self.service.breaks_after is None:
             events.append({**shared, "object": "chat.completion.chunk", "choices": [], "usage": usage})

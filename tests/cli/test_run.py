@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from hearth.cli import run
 from hearth.cli.client import AnswerDelta
@@ -25,6 +27,21 @@ def test_a_name_is_asked_through_the_service(hearth: Hearth, data_dir: Path, ser
     (body,) = service.bodies("/v1/chat/completions")
     assert isinstance(body, dict)
     assert (body["messages"], body["max_tokens"], body["seed"]) == ([{"role": "user", "content": "hi"}], 5, 3)
+
+
+@pytest.mark.parametrize(("is_terminal", "seen"), [(True, "Hm. So\n\n"), (False, "")])
+def test_reasoning_is_shown_at_a_terminal_and_is_no_part_of_the_answer(
+    hearth: Hearth, service: FakeService, monkeypatch: pytest.MonkeyPatch, is_terminal: bool, seen: str
+) -> None:
+    service.reasoning = ("Hm. ", "So")
+    terminal = Console(file=io.StringIO(), force_terminal=is_terminal, color_system=None)
+    monkeypatch.setattr("hearth.cli.answerer.err", terminal)
+
+    shown = hearth("run", "smol", "hi", "--url", service.url)
+
+    assert (shown.code, shown.out) == (0, "The sky is blue.\u2028Really.\n")
+    assert isinstance(terminal.file, io.StringIO)
+    assert terminal.file.getvalue() == seen
 
 
 def test_raw_prompts_are_continued(hearth: Hearth, data_dir: Path, service: FakeService) -> None:

@@ -66,10 +66,10 @@ def write_smollm2(directory: Path) -> Path:
     return directory
 
 
-def write_hermes(plain: Path, directory: Path) -> Path:
-    """A converted model once more, with a chat template that knows tools. The weights are the same file."""
+def write_with_template(plain: Path, directory: Path, source: str = HERMES_TEMPLATE) -> Path:
+    """A converted model once more, with another chat template. The weights are the same file."""
     directory.mkdir(parents=True)
-    template = HERMES_TEMPLATE.encode()
+    template = source.encode()
     manifest = read_manifest(plain)
     for file in manifest.files:
         os.link(plain / file.name, directory / file.name)

@@ -16,7 +16,7 @@ from hearth.control.datadir import DataDir
 from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.deployer import carry_out
 from hearth.control.deploy.registry import Registry
-from tests.service.checkpoints import read_texts, write_hermes, write_smollm2, write_tiny
+from tests.service.checkpoints import read_texts, write_smollm2, write_tiny, write_with_template
 from tests.service.harness import SMALL, Service, Shelf, eventually, running_services, serving
 
 
@@ -53,8 +53,8 @@ def fill_shelf(data: Path, places: Mapping[str, Path]) -> None:
     read_texts(places["smollm2"])
     for seed, letter in enumerate("abc", start=1):
         write_tiny(places[f"tiny-{letter}"], seed)
-    write_hermes(places["tiny-a"], places["hermes"])
-    write_hermes(places["smollm2"], places["smollm2-tools"])
+    write_with_template(places["tiny-a"], places["hermes"])
+    write_with_template(places["smollm2"], places["smollm2-tools"])
     data_dir = DataDir.open(data)
     with Registry(data_dir) as registry:
         for name, place in places.items():

@@ -142,17 +142,36 @@ def test_texts_become_embeddings_of_length_one(client: ollama.Client) -> None:
 
 @pytest.mark.client(
     "ollama",
-    "create, copy, delete, push",
-    refused="is not supported; use `hearth rm NAME`",
+    "create, push",
+    refused="is not supported; use `hearth convert`",
 )
 def test_what_would_change_the_store_is_refused(client: ollama.Client, refusal: str) -> None:
     import ollama
 
     with pytest.raises(ollama.ResponseError, match=refusal):
-        client.delete(MODEL)
-    assert client.pull(MODEL).status == "success"
+        client.push(MODEL)
     with pytest.raises(ollama.ResponseError, match="no model named `absent`"):
         client.chat("absent", QUESTION)
+
+
+@pytest.mark.client("ollama", "pull of a deployed model, copy, delete")
+def test_a_copy_answers_like_its_source_until_it_is_deleted(client: ollama.Client, service: Service) -> None:
+    import ollama
+
+    assert [progress.status for progress in client.pull(TINY, stream=True)][-1] == "success"
+    assert client.pull(TINY).status == "success"
+    assert client.copy("tiny-a", "mine").status == "success"
+    try:
+        told = [client.generate(name, "Hi", raw=True, options=GREEDY).response for name in ("mine", TINY)]
+        assert told[0] == told[1]
+        assert "mine:latest" in {model.model for model in client.list().models}
+    finally:
+        assert client.delete("mine").status == "success"
+    with pytest.raises(ollama.ResponseError, match="no model named `mine`"):
+        client.generate("mine", "Hi")
+    assert client.generate(TINY, "Hi", raw=True, options=GREEDY).response == told[1]
+    with pytest.raises(ollama.ResponseError, match=r"no model named `llama3\.2`"):
+        client.pull("llama3.2")
 
 
 def test_names_of_hubs_work_everywhere(client: ollama.Client, service: Service, shelf: Shelf) -> None:

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-import msgspec
 from fastapi import APIRouter, Request
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import Field
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from hearth.api.answer import SSE_TYPE, STREAM_HEADERS, WAITING, unless_gone
 from hearth.api.answers import PLAIN_TEXT
 from hearth.api.anthropic.message_format import MESSAGE_PREFIX
 from hearth.api.body import OwnBody, Text
-from hearth.api.error_spelling import spell
-from hearth.api.errors import fault_of
 from hearth.api.guard import MODELS_PATH, NODES_PATH, caller_of
 from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT, COMPLETION
+from hearth.api.progress import ProgressResponse
 from hearth.api.responses.dialect import ID_PREFIX
-from hearth.core.errors import ConfigError, HearthError, RequestError, UnknownRequest
+from hearth.core.errors import RequestError, UnknownRequest
 from hearth.core.version import hearth_version
 
 if TYPE_CHECKING:
@@ -82,7 +75,7 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
         events = gateway.deploy(
             body.source, body.name, body.dtype, body.quant, body.overwrite, body.base, labels=body.labels
         )
-        return ProgressResponse(events, "model", request, heartbeat_s)
+        return ProgressResponse(events, heartbeat_s, result="model", is_whole=_wants_json(request))
 
     @routes.delete("/{name:path}", summary="Remove a model or an adapter")
     async def remove(name: str, with_adapters: bool = False) -> Response:
@@ -97,7 +90,7 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
         Streams progress as events; with `Accept: application/json` it waits and returns the snapshot.
         """
         events = gateway.make_snapshot(name, caller_of(request))
-        return ProgressResponse(events, "snapshot", request, heartbeat_s)
+        return ProgressResponse(events, heartbeat_s, result="snapshot", is_whole=_wants_json(request))
 
     @routes.post("/{name:path}/unload", summary="Let a model be evicted")
     async def unload(name: str, body: UnloadBody) -> Response:
@@ -196,71 +189,5 @@ def node_routes(gateway: Gateway) -> APIRouter:
     return routes
 
 
-class ProgressResponse(Response):
-    def __init__(
-        self, events: AsyncIterator[dict[str, object]], result: str, request: Request, heartbeat_s: float
-    ) -> None:
-        """`result`: the field of the last event that is returned as plain JSON."""
-        super().__init__()
-        assert isinstance(events, AsyncGenerator), f"must be closable: {type(events)}"
-        self._events, self._result, self._heartbeat_s = events, result, heartbeat_s
-        self._is_whole = request.headers.get("accept", "").startswith("application/json")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._wait(scope, receive, send) if self._is_whole else self._stream(send)
-        try:
-            await unless_gone(receive, work)
-        except ConfigError as error:  # the service's own settings are valid; this model conflicts with them
-            raise RequestError(str(error)) from error
-
-    async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
-        result: object = None
-        async with aclosing(self._events) as events:
-            async for event in events:
-                result = event.get(self._result)
-        await as_json(result)(scope, receive, send)
-
-    async def _stream(self, send: Send) -> None:
-        is_started = False
-
-        async def write(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
-        try:
-            async with (
-                aclosing(self._events) as events,
-                aclosing(_paused(events, self._heartbeat_s)) as paced,
-            ):
-                async for event in paced:
-                    if not is_started:
-                        is_started = True
-                        headers = {"content-type": SSE_TYPE} | STREAM_HEADERS
-                        raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
-                        await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
-                    await write(WAITING if event is None else _event(msgspec.json.encode(event)))
-        except HearthError as error:
-            if not is_started:
-                raise
-            await write(_event(spell(fault_of(error), MODELS_PATH)))
-        await write(b"", more=False)
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
-
-
-async def _paused(
-    events: AsyncIterator[dict[str, object]], pause_s: float
-) -> AsyncGenerator[dict[str, object] | None, None]:
-    while True:
-        coming = asyncio.ensure_future(anext(events, None))
-        try:
-            while not (await asyncio.wait((coming,), timeout=pause_s))[0]:
-                yield None
-        finally:
-            if not coming.done():
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
-        if (event := coming.result()) is None:
-            return
-        yield event
+def _wants_json(request: Request) -> bool:
+    return request.headers.get("accept", "").startswith("application/json")

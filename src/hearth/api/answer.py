@@ -25,6 +25,7 @@ from hearth.control.requests.caller import Caller
 from hearth.control.requests.generation import AnswerStream
 from hearth.core.errors import BadPrompt, HearthError, PromptTooLong
 from hearth.text.detokenizer import prompt_text
+from hearth.text.reasoning import Thought
 from hearth.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 #: A comment among server-sent events, and their content type.
 WAITING = b": waiting\n\n"
 SSE_TYPE = "text/event-stream; charset=utf-8"
+NDJSON_TYPE = "application/x-ndjson"  #: lines of JSON
 #: Longer prompts are decoded off the event loop.
 MANY_TOKENS = 256
 #: Larger prompt logprobs and embeddings are formatted off the event loop.
@@ -172,11 +174,12 @@ class Answer(Response):
             stream = streams[index]
             deltas = await stream.rest()
             self._start(prepared[len(streams) : len(streams) + 1], streams, exchange)
-            parts = ChoiceReader(self._spec.tool_use).read(deltas)
+            parts = ChoiceReader(self._spec, stream).read(deltas)
             text = "".join(part for part in parts if isinstance(part, str))
             calls = [part for part in parts if isinstance(part, ToolCall)]
+            reasoning = "".join(part.text for part in parts if isinstance(part, Thought))
             reading = streams[index - index % self._spec.num_answers].reading
-            choices.append(Choice(stream, deltas, echo, text, calls, reading))
+            choices.append(Choice(stream, deltas, echo, text, calls, reasoning, reading))
         usage = TokenUsage.of(streams, self._spec.num_answers)
         spell = partial(_spell, self._spec.dialect.whole(self._spec, choices, usage))
         num_bytes = sum(stream.reading.num_bytes for stream in streams if stream.reading is not None)

@@ -60,8 +60,7 @@ class Answers:
         follows: Sequence[int] = (),
     ) -> Answer:
         _check_pin(body, request)
-        caller = caller_of(request)
-        tokenizer = await self._gateway.prompts.tokenizer(body.model, caller) if body.uses_tools else None
+        tokenizer = await self._gateway.prompts.tokenizer(body.model, caller_of(request))
         specify = partial(body.answer_spec, dialect, tokenizer)
         return await self._answer(specify, request, ignored_fields, follows)
 

@@ -61,7 +61,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         adapter_routes(gateway),
         response_routes(gateway, answers, ResponseStore(limits.response_store_bytes)),
         anthropic_routes(gateway, answers),
-        ollama_routes(gateway, answers),
+        ollama_routes(gateway, answers, limits.stream_heartbeat_s),
         tokenize_routes(gateway, answers),
         model_routes(gateway, limits.stream_heartbeat_s),
         node_routes(gateway),

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from hearth.control.requests.generation import AnswerStream, GenerationRequest, TokenDelta
 from hearth.core.errors import HearthError
 from hearth.core.types import FinishReason, PromptReading
+from hearth.text.reasoning import Phase, ReasoningParser, ReasoningUse, Split, Thought
 from hearth.text.tool_calls import ToolCall, ToolFormat, ToolParser
+
+Part: TypeAlias = "Thought | str | ToolCall"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class TokenUsage:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int  #: of the prompts
+    num_reasoning_tokens: int = 0  #: of the output
 
     @classmethod
     def of(cls, streams: Sequence[AnswerStream], num_answers: int) -> TokenUsage:
@@ -30,6 +34,7 @@ class TokenUsage:
             sum(stream.num_prompt_tokens for stream in firsts),
             sum(stream.num_output_tokens for stream in streams),
             sum(stream.num_cached_tokens for stream in firsts),
+            sum(stream.num_reasoning_tokens for stream in streams),
         )
 
 
@@ -38,8 +43,9 @@ class Choice:
     stream: AnswerStream
     deltas: Sequence[TokenDelta]
     echo: str  #: the prompt, if `echo` was requested
-    text: str  #: without tool calls
+    text: str  #: without reasoning and tool calls
     calls: Sequence[ToolCall]
+    reasoning: str = ""
     reading: PromptReading | None = None  #: prompt logprobs or embedding
 
     @property
@@ -100,20 +106,60 @@ class AnswerSpec:
     def has_logprobs(self) -> bool:
         return self.requests[0].sampling.logprobs is not None
 
+    @property
+    def reasoning(self) -> ReasoningUse | None:
+        return self.requests[0].reasoning
+
+    @property
+    def is_split(self) -> bool:
+        """True if an answer may have other parts than text."""
+        return self.tool_use is not None or self.reasoning is not None
+
 
 class ChoiceReader:
-    """Splits the tokens of one choice into text and tool calls. Mutable."""
+    """Splits the tokens of one choice into reasoning, text and tool calls. Mutable."""
 
-    def __init__(self, tool_use: ToolUse | None) -> None:
-        self._parser = None
-        if tool_use is not None:
-            self._parser = ToolParser(tool_use.format, tool_use.names, tool_use.max_calls)
+    def __init__(self, spec: AnswerSpec, stream: AnswerStream) -> None:
+        self._stream = stream
+        self._calls = None
+        if (tool_use := spec.tool_use) is not None:
+            self._calls = ToolParser(tool_use.format, tool_use.names, tool_use.max_calls)
+        self._reasoning = None
+        self._shows_reasoning = False
+        if (use := spec.reasoning) is not None:
+            self._reasoning = ReasoningParser(use.marks, use.phase_after(stream.tokenizer, stream.prompt))
+            self._shows_reasoning = use.is_shown
+        self._num_tokens = 0  #: until the answer begins
 
-    def read(self, deltas: Sequence[TokenDelta]) -> list[str | ToolCall]:
-        """Return what these tokens add; text that may become a call is held back."""
-        text = "".join([delta.text for delta in deltas])
-        if self._parser is None:
-            return [text] if text else []
-        parts = self._parser.push(text)
+    @property
+    def is_thinking(self) -> bool:
+        """True until the answer begins, if the model thinks."""
+        return self._reasoning is not None and self._reasoning.phase in (Phase.THINKING, Phase.GAP)
+
+    def read(self, deltas: Sequence[TokenDelta]) -> list[Part]:
+        """Return what these tokens add; text that may become a call or a mark is held back."""
         has_ended = not deltas or deltas[-1].finish_reason is not None
-        return parts + self._parser.flush() if has_ended else parts
+        reasoning, text = self._split(deltas, has_ended)
+        parts: list[Part] = [Thought(reasoning)] if reasoning and self._shows_reasoning else []
+        if self._calls is None:
+            return [*parts, text] if text else parts
+        parts += self._calls.push(text)
+        if has_ended:
+            parts += self._calls.flush()
+        return parts
+
+    def _split(self, deltas: Sequence[TokenDelta], has_ended: bool) -> tuple[str, str]:
+        """Return reasoning, and the text after it."""
+        parser = self._reasoning
+        if parser is None:
+            return "", "".join([delta.text for delta in deltas])
+        splits = list[Split]()
+        for delta in deltas:
+            was_answering = parser.phase in (Phase.GAP, Phase.ANSWER)
+            splits.append(parser.push(delta.text))
+            if not was_answering:
+                self._num_tokens += 1
+                self._stream.num_reasoning_tokens = self._num_tokens if parser.has_thought else 0
+        if has_ended:
+            splits.append(parser.flush())
+        return "".join([split.reasoning for split in splits]), "".join([split.text for split in splits])

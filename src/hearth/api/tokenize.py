@@ -57,7 +57,7 @@ class TokenizeChatBody(ChatBody):
 
     def asked(self, tokenizer: Tokenizer) -> ChatPrompt:
         dialect = CompletionDialect(CHAT, fingerprint="", includes_usage=False, has_service_tier=False)
-        prompt = self.answer_spec(dialect, tokenizer if self.uses_tools else None).requests[0].prompt
+        prompt = self.answer_spec(dialect, tokenizer).requests[0].prompt
         assert isinstance(prompt, ChatPrompt), f"{type(prompt)=}"
         return prompt
 

@@ -24,7 +24,6 @@ FREQUENT = frozenset(
         "cache_prompt",
         "context_management",
         "guided_decoding_backend",
-        "input.reasoning",
         "metadata",
         "options.num_ctx",
         "options.num_gpu",
@@ -40,7 +39,6 @@ FREQUENT = frozenset(
         "store",
         "stream_options.continuous_usage_stats",
         "stream_options.include_obfuscation",
-        "thinking",
         "tools.function.strict",
         "tools.strict",
         "truncation",
@@ -109,7 +107,8 @@ CHAT = _EVERYWHERE | {
     **_fields("prompt", "", [], instead="send `messages` alone"),
     **_fields("functions", [], instead="use `tools`"),
     **_fields("function_call", "none", "auto", instead="use `tool_choice`"),
-    **_fields("enable_thinking thinking think thinking_budget", instead=_TO_TEMPLATE),
+    **_fields("thinking think", instead="use `enable_thinking`"),
+    **_fields("thinking_budget", like="thinking_token_budget"),
     **_fields("reasoning", {}, {"effort": None}, instead=f"use `reasoning_effort`, or {_TO_TEMPLATE}"),
     **_fields("documents", [], instead=_TO_TEMPLATE),
     **_fields("verbosity", "medium", instead=_TO_TEMPLATE),
@@ -118,7 +117,6 @@ CHAT = _EVERYWHERE | {
     **_fields("best_of", 1),
     **_fields("audio web_search_options"),
     **_fields("modalities", ["text"], []),
-    **_fields("include_reasoning", True),
     **_fields("mm_processor_kwargs", {}),
 }
 COMPLETION = _EVERYWHERE | {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import typer
+from rich.text import Text
 
 from hearth.cli import local_models
 from hearth.cli.client import AnswerDelta, Client
@@ -79,6 +80,16 @@ class LocalAnswerer:
 
     def wait_loaded(self) -> LoadRecord | None:
         return self._llm.wait_loaded()
+
+
+def shown_reasoning(deltas: Iterator[AnswerDelta]) -> Iterator[AnswerDelta]:
+    """Pass deltas on, and show their reasoning if standard error is a terminal."""
+    is_open = False
+    for delta in deltas:
+        if err.is_terminal and (delta.reasoning or (is_open and delta.text)):
+            err.print(Text(delta.reasoning or "\n\n", style="dim"), end="", soft_wrap=True)
+            is_open = bool(delta.reasoning)
+        yield delta
 
 
 def _deltas(deltas: Iterator[Delta]) -> Generator[AnswerDelta, None, None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from hearth.cli.answerer import Answerer, LocalOptions, answerer_of
+from hearth.cli.answerer import Answerer, LocalOptions, answerer_of, shown_reasoning
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     ApiKey,
@@ -99,7 +99,7 @@ def _answer(answerer: Answerer, messages: list[Message], params: SamplingParams)
     texts: list[str] = []
     try:
         with closing(answerer.chat(messages, params)) as deltas:
-            for delta in deltas:
+            for delta in shown_reasoning(deltas):
                 texts.append(delta.text)
                 typer.echo(delta.text, nl=False)
     except KeyboardInterrupt:

@@ -57,6 +57,7 @@ class AnswerDelta:
     token_ids: tuple[int, ...] = ()  #: only of a model in this process
     num_tokens: int | None = None  #: of the whole answer
     request_id: str | None = None  #: of a service, for `hearth explain`
+    reasoning: str = ""  #: before the text; only of a service
 
 
 class _Error(msgspec.Struct):
@@ -70,6 +71,7 @@ class _Failure(msgspec.Struct):
 
 class _ChunkDelta(msgspec.Struct):
     content: str | None = None
+    reasoning: str | None = None
 
 
 class _ChunkChoice(msgspec.Struct):
@@ -243,7 +245,8 @@ class Client:
                 for choice in chunk.choices:
                     is_ended = is_ended or choice.finish_reason is not None
                     text = choice.text or choice.delta.content or ""
-                    yield AnswerDelta(text, choice.finish_reason, request_id=request_id)
+                    reasoning = choice.delta.reasoning or ""
+                    yield AnswerDelta(text, choice.finish_reason, request_id=request_id, reasoning=reasoning)
                 if chunk.usage is not None:
                     yield AnswerDelta("", num_tokens=chunk.usage.completion_tokens, request_id=request_id)
         if not is_ended:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from hearth.cli.answerer import Answerer, LocalOptions, answerer_of
+from hearth.cli.answerer import Answerer, LocalOptions, answerer_of, shown_reasoning
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     SPELLED_DTYPES,
@@ -129,8 +129,11 @@ def _answer(
     num_tokens, finish_reason, request_id, first_token_s = 0, None, None, 0.0
     started_s = time.perf_counter()
     message = {"role": "user", "content": text}
-    for delta in answerer.chat([message], params) if is_chat else answerer.complete(text, params):
-        if delta.text or delta.finish_reason is not None:  # a stream begins before its first token
+    deltas = answerer.chat([message], params) if is_chat else answerer.complete(text, params)
+    for delta in deltas if quiet else shown_reasoning(deltas):
+        if (
+            delta.text or delta.reasoning or delta.finish_reason is not None
+        ):  # a stream begins before its first token
             first_token_s = first_token_s or time.perf_counter() - started_s
         texts.append(delta.text)
         token_ids += delta.token_ids

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from hearth.control.deploy.catalog import CatalogEntry
 from hearth.control.deploy.deploy import DeployOrder, DeployProgress
@@ -106,6 +106,7 @@ class Gateway:
         check_reading(prompt, wanted.sampling)
         if wanted.guide is not None:
             await self.prompts.check_guide(wanted.guide)
+        wanted = replace(wanted, guide=wanted.full_guide(tokenizer, prompt))
         self._refuse_when_closed()  # again, as is the next: much may have happened since
         entry = self._current(entry, prompt, wanted, caller)
         left = entry.max_context - len(prompt)

@@ -224,9 +224,20 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingSpec:
+    """The thinking before an answer, which no schema or grammar applies to."""
+
+    open: str  #: its marks
+    close: str
+    is_open: bool  #: the prompt ends with the opening mark; False: the model may write it, or answer at once
+    budget_tokens: int | None  #: after which the closing mark is forced; None: unlimited
+
+
+@dataclass(frozen=True, slots=True)
 class GuideSpec:
-    kind: Literal["json_object", "json_schema", "lark", "grammar", "regex"]
+    kind: Literal["any", "json_object", "json_schema", "lark", "grammar", "regex"]
     text: str = ""  #: the schema as JSON, the grammar (`grammar`: GBNF, too) or expression, if there is one
+    thinking: ThinkingSpec | None = None  #: None: the output is the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

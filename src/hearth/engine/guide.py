@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hearth.core.errors import BadGuide, GuideStuck
-from hearth.core.types import FinishReason, GuideSpec
+from hearth.core.types import FinishReason, GuideSpec, ThinkingSpec
 from hearth.text.grammar import grammar_of, parser_limits, refusal
 
 if TYPE_CHECKING:
@@ -27,11 +28,18 @@ class Guides:
         self._tokenizer: LLTokenizer | None = None
         self._building = threading.Lock()
 
-    def guide(self, spec: GuideSpec, ignore_eos: bool) -> GrammarGuide:
+    def guide(self, spec: GuideSpec, ignore_eos: bool) -> GrammarGuide | ThinkingGuide:
         """Return a guide at the start of an output. Raises BadGuide if it cannot be compiled."""
+        tokenizer = self._built_tokenizer()
+        answer = None if spec.kind == "any" else self._grammar(spec, tokenizer, ignore_eos)
+        if spec.thinking is not None:
+            return ThinkingGuide(spec.thinking, answer, tokenizer, self._vocab_size, self._eos_ids)
+        assert answer is not None, "a guide without a grammar is for thinking"
+        return answer
+
+    def _grammar(self, spec: GuideSpec, tokenizer: LLTokenizer, ignore_eos: bool) -> GrammarGuide:
         from llguidance import LLMatcher
 
-        tokenizer = self._built_tokenizer()
         matcher = LLMatcher(tokenizer, grammar_of(spec), log_level=0, limits=parser_limits())
         # If the model has no end token, llguidance has chosen one.
         guide = GrammarGuide(matcher, tokenizer, avoids_end=ignore_eos or not self._eos_ids)
@@ -78,6 +86,10 @@ class GrammarGuide:
     def mask(self) -> bytes:
         assert not self.is_stuck, f"no token is allowed: {self._matcher.stop_reason()}"
         return self._mask
+
+    @property
+    def num_free(self) -> int:
+        return 0
 
     @property
     def is_stuck(self) -> bool:
@@ -136,7 +148,100 @@ class GrammarGuide:
         return bytes(spelled)  # without any token the guide is stuck
 
 
-def _without(mask: bytes, tokens: Sequence[int]) -> bytes:
+class ThinkingGuide:
+    """A `plan.Guide` of thinking and an answer after it. Mutable; one thread at a time calls it.
+
+    The closing mark ends the thinking and is forced once the budget is used up. The answer follows `answer`,
+    if there is one. The model may also answer without thinking; where the opening mark is not one token, it
+    must answer `answer` at once, unless the prompt has the mark.
+    """
+
+    def __init__(
+        self,
+        spec: ThinkingSpec,
+        answer: GrammarGuide | None,
+        tokenizer: LLTokenizer,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self._spec, self._answer, self._tokenizer = spec, answer, tokenizer
+        self._open_ids = tokenizer.tokenize_str(spec.open)
+        self._any = b"\xff" * (-(-vocab_size // 32) * 4)
+        #: An output that ends in its thinking would not follow the grammar.
+        self._thinking_mask = self._any if answer is None else _without(self._any, eos_ids)
+        self._is_thinking, self._is_answering = spec.is_open, False
+        self._written = b""  #: since the thinking or the output began, as far as a mark may reach
+        self._num_tokens = 0  #: of the thinking
+        self._forced: list[int] = []
+        self._force_close()
+
+    @property
+    def mask(self) -> bytes:
+        if self._forced:
+            return _with(bytes(len(self._any)), self._forced[0])
+        if self._is_thinking:
+            return self._thinking_mask
+        mask = self._any if self._answer is None else self._answer.mask
+        may_think = not self._is_answering and len(self._open_ids) == 1
+        return _with(mask, self._open_ids[0]) if may_think else mask
+
+    @property
+    def num_free(self) -> int:
+        if self._answer is not None or self._forced:
+            return 0
+        if self._is_answering or (budget := self._spec.budget_tokens) is None:
+            return sys.maxsize
+        return budget - self._num_tokens
+
+    def take(self, token: int) -> FinishReason | None:
+        if self._forced:
+            del self._forced[0]
+        elif self._answer is not None and not self._is_thinking and [token] != self._open_ids:
+            self._is_answering = True
+        if self._is_answering:
+            return None if self._answer is None else self._answer.take(token)
+        self._read(token)
+        return None
+
+    def take_all(self, tokens: Sequence[int]) -> None:
+        """Follow an output that began elsewhere. Raises BadGuide if the guide does not allow it."""
+        for at, token in enumerate(tokens):
+            if self._is_answering:
+                if self._answer is not None:
+                    self._answer.take_all(tokens[at:])
+                return
+            self.take(token)
+
+    def _read(self, token: int) -> None:
+        text = self._written + self._tokenizer.decode_bytes([token])
+        open, close = self._spec.open.encode(), self._spec.close.encode()
+        if self._is_thinking:
+            self._num_tokens += 1
+            self._written = text[1 - len(close) :]
+            self._is_answering = close in text
+            self._is_thinking = not self._is_answering
+            self._force_close()
+            return
+        self._written = text.lstrip()
+        if self._written.startswith(open):
+            self._is_thinking, self._written = True, b""
+            self._force_close()
+        else:
+            self._is_answering = not open.startswith(self._written)
+
+    def _force_close(self) -> None:
+        budget = self._spec.budget_tokens
+        if self._is_thinking and not self._forced and budget is not None and self._num_tokens >= budget:
+            self._forced = self._tokenizer.tokenize_str(self._spec.close)
+
+
+def _with(mask: bytes, token: int) -> bytes:
+    others = bytearray(mask)
+    others[token // 8] |= 1 << token % 8
+    return bytes(others)
+
+
+def _without(mask: bytes, tokens: Iterable[int]) -> bytes:
     others = bytearray(mask)
     for token in tokens:
         others[token // 8] &= ~(1 << token % 8)

@@ -30,6 +30,7 @@ def grammar_of(spec: GuideSpec) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
+    assert spec.kind != "any", "it has no grammar"
     try:
         match spec.kind:
             case "lark":

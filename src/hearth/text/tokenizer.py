@@ -103,6 +103,13 @@ class Tokenizer:
         """Return a token's vocabulary entry, which is not its text; None outside the vocabulary."""
         return self._backend.id_to_token(token_id)
 
+    def has_token(self, text: str) -> bool:
+        return self._backend.token_to_id(text) is not None
+
+    def is_special(self, text: str) -> bool:
+        """Return True for the text of one special token, which answers do not show unless asked to."""
+        return self._backend.token_to_id(text) in self.special_ids
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds in the middle of a text; empty outside the vocabulary."""
         name = self.token(token_id)

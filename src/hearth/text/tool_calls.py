@@ -22,6 +22,7 @@ from enum import StrEnum
 from hearth.core.errors import BadGuide
 from hearth.text.chat_template import Json
 from hearth.text.grammar import allowed_escapes
+from hearth.text.reasoning import overlap
 from hearth.text.template_tools import TemplateTools
 
 
@@ -223,7 +224,7 @@ class ToolParser:
     def _read_to_tag(self, text: str, at: int, parts: list[str | ToolCall]) -> int:
         """Read up to and including the next opening tag. Returns the new position, as the next two do."""
         start = text.find(OPEN, at)
-        end = start if start >= 0 else len(text) - _overlap(text, OPEN)
+        end = start if start >= 0 else len(text) - overlap(text, OPEN)
         if shown := text[at:end].rstrip():
             parts.append(self._take_held() + shown)
         self._held.append(text[at + len(shown) : end])
@@ -314,7 +315,7 @@ class _CallEnd:
         while not self.is_reached:
             mark = (_STRING_MARK if self._is_in_string else self._marks).search(text, at)
             if mark is None:
-                return len(text) - (0 if self._is_in_string else _overlap(text, self._close))
+                return len(text) - (0 if self._is_in_string else overlap(text, self._close))
             at = mark.end()
             match mark[0]:
                 case '"':
@@ -337,9 +338,3 @@ def _decoded(text: str) -> Json:
     except (ValueError, RecursionError):
         return None
     return value
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
-    longest = min(len(text), len(tag) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(tag[:size])), 0)

@@ -53,21 +53,32 @@ def next_token(
 class Alternating:
     """A guide: even and odd tokens in turns, `length` of them, of which no stop token is one.
 
-    Behind token `stuck_at` it knows no further.
+    Behind token `stuck_at` it knows no further. The first `num_free_first` tokens may be any.
     """
 
-    def __init__(self, length: int, stuck_at: int | None = None, taken: Sequence[int] = ()) -> None:
-        self.length, self.stuck_at = length, stuck_at
+    def __init__(
+        self,
+        length: int,
+        stuck_at: int | None = None,
+        taken: Sequence[int] = (),
+        num_free_first: int = 0,
+    ) -> None:
+        self.length, self.stuck_at, self.num_free_first = length, stuck_at, num_free_first
         self.taken = list(taken)
 
     @property
+    def num_free(self) -> int:
+        return max(0, self.num_free_first - len(self.taken))
+
+    @property
     def mask(self) -> bytes:
+        assert not self.num_free
         parity = len(self.taken) % 2
         bits = sum(1 << t for t in range(VOCABULARY) if t % 2 == parity and t not in (STOP, 7))
         return bits.to_bytes(4, "little")
 
     def take(self, token: int) -> FinishReason | None:
-        assert self.mask[token // 8] >> token % 8 & 1, f"{token=} is not allowed"
+        assert self.num_free or self.mask[token // 8] >> token % 8 & 1, f"{token=} is not allowed"
         self.taken.append(token)
         if len(self.taken) == self.length:
             return FinishReason.STOP
@@ -76,7 +87,7 @@ class Alternating:
         return None
 
     def afresh(self, taken: Sequence[int] = ()) -> Alternating:
-        return Alternating(self.length, self.stuck_at, taken)
+        return Alternating(self.length, self.stuck_at, taken, self.num_free_first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +249,11 @@ class Loop:
         assert plan.num_tokens <= self.limits.max_batch_tokens
         for row in plan.rows:
             owner = self.live[row.request_id]
-            assert (row.mask is not None) == (row.samples and owner.guide is not None)
+            if owner.guide is None or not row.samples:
+                assert row.mask is None
+            elif isinstance(owner.guide, Alternating):
+                num_before = row.end - len(owner.prompt)  #: of the output, tokens in flight included
+                assert (row.mask is None) == (num_before < owner.guide.num_free_first)
             assert row.reading is None or not (owner.output or self.outputs[row.request_id]), "read twice"
         assert self.batcher.num_running <= self.limits.max_seqs
         is_decode = [row.tokens is None for row in plan.rows]
@@ -377,7 +392,7 @@ class Loop:
         while len(output) < max_tokens:
             if self.device.nan_token in (*request.prompt, *output):
                 return output, LogitsNotFinite
-            mask = None if guide is None else guide.mask
+            mask = None if guide is None or guide.num_free else guide.mask
             output.append(next_token(request.salt, [*request.prompt, *output], mask, request.adapter))
             is_allowed = len(output) > request.sampling.min_tokens
             if output[-1] in request.sampling.stop_ids and is_allowed:
@@ -473,7 +488,12 @@ SALTS = st.sampled_from([b"", b"", b"other"])
 ADAPTERS = st.sampled_from([None, None, AdapterId("one"), AdapterId("two")])
 #: How many that come later a request gives way to, as a batch request does.
 LATE = st.sampled_from([0, 0, 4, 20])
-GUIDES = st.none() | st.builds(Alternating, st.integers(1, 12), st.none() | st.integers(1, 12))
+GUIDES = st.none() | st.builds(
+    Alternating,
+    st.integers(1, 12),
+    st.none() | st.integers(1, 12),
+    num_free_first=st.just(0) | st.integers(1, 9),
+)
 
 
 class Driven(RuleBasedStateMachine):

@@ -568,6 +568,25 @@ def test_a_guided_request_waits_for_its_token_while_others_run_ahead() -> None:
     assert names(launched(engine)) == ["guided", "free"]
 
 
+def test_a_guide_that_needs_no_masks_yet_lets_its_request_run_ahead() -> None:
+    engine = loop()
+    engine.add(replace(request("a", [1, 2], max_tokens=8), guide=Alternating(9, num_free_first=2)))
+    assert [launched(engine).rows[0].mask for _ in range(2)] == [None, None]
+    engine.commit()
+    assert engine.launch() is None, "its third token needs a mask, and its second is not known"
+    engine.commit()
+    assert launched(engine).rows[0].mask is not None
+
+
+def test_in_a_pipeline_a_guided_request_sits_out_even_without_masks() -> None:
+    engine = loop(num_flights=2)
+    engine.add(replace(request("a", [1, 2], max_tokens=8), guide=Alternating(9, num_free_first=8)))
+    launched(engine)
+    assert engine.launch() is None, "the first stage does not know its token"
+    engine.commit()
+    assert launched(engine).rows[0].mask is None
+
+
 def test_only_the_row_that_samples_has_a_mask() -> None:
     engine = loop(max_batch_tokens=4)
     engine.add(guided("a", range(6)))

@@ -8,13 +8,21 @@ from dataclasses import dataclass
 import msgspec
 
 from hearth.api.answer import SSE_TYPE
-from hearth.api.anthropic.message_format import message_object, stop_fields, tool_use_block, usage_object
-from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, ChoiceReader, TokenUsage
+from hearth.api.anthropic.message_format import (
+    SIGNATURE,
+    message_object,
+    stop_fields,
+    thinking_block,
+    tool_use_block,
+    usage_object,
+)
+from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, ChoiceReader, Part, TokenUsage
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
 from hearth.api.openai.sse import MAX_EVENTS
 from hearth.control.requests.generation import AnswerStream, TokenDelta
 from hearth.core.errors import HearthError
+from hearth.text.reasoning import Thought
 from hearth.text.tool_calls import ToolCall
 
 PATH = "/v1/messages"
@@ -29,11 +37,12 @@ class MessageDialect:
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
         (choice,) = choices
+        thought = [thinking_block(choice.reasoning)] if choice.reasoning else []
         text = [{"type": "text", "text": choice.text}] if choice.text else []
         calls = [tool_use_block(call, is_whole=True) for call in choice.calls]
         return {
             **message_object(choice.stream, usage),
-            "content": [*text, *calls],
+            "content": [*thought, *text, *calls],
             **stop_fields(choice.deltas[-1], has_calls=bool(calls)),
         }
 
@@ -47,11 +56,12 @@ class MessageEvents:
 
     def __init__(self, spec: AnswerSpec, stream: AnswerStream) -> None:
         self._stream = stream
-        self._reader = ChoiceReader(spec.tool_use)
-        self._has_tools = spec.tool_use is not None
+        self._reader = ChoiceReader(spec, stream)
+        self._is_split = spec.is_split
         self._num_blocks = 0  #: including an open one
         self._num_calls = 0
-        self._before = b""  #: prefix of a text event of the open block; empty: no block is open
+        self._before = b""  #: prefix of a text event of the open block; empty: no block of text is open
+        self._is_thinking = False  #: a block of thinking is open
         self._last: TokenDelta | None = None  #: the token that ended the answer
 
     def first(self, echoes: Sequence[str]) -> bytes:
@@ -61,7 +71,7 @@ class MessageEvents:
     def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
         if deltas[-1].finish_reason is not None:
             self._last = deltas[-1]
-        if self._has_tools:
+        if self._is_split:
             return b"".join(self._part(part) for part in self._reader.read(deltas))
         if len(deltas) > MAX_EVENTS:
             return self._text("".join([delta.text for delta in deltas]))
@@ -77,34 +87,50 @@ class MessageEvents:
             "delta": stop_fields(self._last, has_calls=self._num_calls > 0),
             "usage": usage_object(usage),
         }
-        return self._end_text() + _event("message_delta", ending) + _event("message_stop", {})
+        return self._end_block() + _event("message_delta", ending) + _event("message_stop", {})
 
     def failed(self, error: HearthError) -> bytes:
         return b"event: error\ndata: " + spell(fault_of(error), PATH) + b"\n\n"
 
-    def _part(self, part: str | ToolCall) -> bytes:
+    def _part(self, part: Part) -> bytes:
+        if isinstance(part, Thought):
+            return self._thinking(part.text)
         return self._call(part) if isinstance(part, ToolCall) else self._text(part)
+
+    def _thinking(self, text: str) -> bytes:
+        begun = b""
+        if not self._is_thinking:
+            block = {"index": self._num_blocks, "content_block": thinking_block("", is_whole=False)}
+            begun, self._is_thinking = _event("content_block_start", block), True
+            self._num_blocks += 1
+        delta = {"type": "thinking_delta", "thinking": text}
+        return begun + _event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})
 
     def _text(self, text: str) -> bytes:
         return b"".join((self._before or self._begin_text(), encode(text), b"}}\n\n")) if text else b""
 
     def _begin_text(self) -> bytes:
+        ended = self._end_block()
         index, self._num_blocks = self._num_blocks, self._num_blocks + 1
         self._before = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
             b'"delta":{"type":"text_delta","text":' % index
         )
         block = {"index": index, "content_block": {"type": "text", "text": ""}}
-        return _event("content_block_start", block) + self._before
+        return ended + _event("content_block_start", block) + self._before
 
-    def _end_text(self) -> bytes:
-        if not self._before:
+    def _end_block(self) -> bytes:
+        if not (self._before or self._is_thinking):
             return b""
-        self._before = b""
-        return _event("content_block_stop", {"index": self._num_blocks - 1})
+        index, signed = self._num_blocks - 1, b""
+        if self._is_thinking:
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            signed = _event("content_block_delta", {"index": index, "delta": delta})
+        self._before, self._is_thinking = b"", False
+        return signed + _event("content_block_stop", {"index": index})
 
     def _call(self, call: ToolCall) -> bytes:
-        ended = self._end_text()
+        ended = self._end_block()
         index, self._num_blocks = self._num_blocks, self._num_blocks + 1
         self._num_calls += 1
         delta = {"type": "input_json_delta", "partial_json": call.arguments}

@@ -12,6 +12,8 @@ from hearth.core.types import FinishReason
 from hearth.text.tool_calls import ToolCall
 
 MESSAGE_PREFIX = "msg_"
+#: Of thinking, without which some clients drop it. Nothing is signed, and none is checked.
+SIGNATURE = "unsigned"
 
 
 def message_object(stream: AnswerStream, usage: TokenUsage) -> dict[str, object]:
@@ -25,6 +27,10 @@ def message_object(stream: AnswerStream, usage: TokenUsage) -> dict[str, object]
         "stop_sequence": None,
         "usage": usage_object(usage),
     }
+
+
+def thinking_block(text: str, *, is_whole: bool = True) -> dict[str, object]:
+    return {"type": "thinking", "thinking": text, "signature": SIGNATURE if is_whole else ""}
 
 
 def tool_use_block(call: ToolCall, *, is_whole: bool) -> dict[str, object]:

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from hearth.api import unread_fields
 from hearth.api.body import (
+    MAX_INT,
     JsonSchema,
     MaxTokens,
     ModelName,
@@ -42,7 +43,6 @@ from hearth.api.unread_fields import UnsupportedField
 from hearth.core.errors import BadPrompt, BadSampling
 
 MAX_BLOCKS = MAX_TOOLS = 128
-#: Thinking blocks come from other models and are dropped.
 _BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
@@ -96,11 +96,20 @@ class ToolResultBlock(Strict):
 
 
 class ThinkingBlock(Strict):
-    type: Literal["thinking", "redacted_thinking"]
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = Field(None, description="Accepted and not checked.")
+
+
+class RedactedThinkingBlock(Strict):
+    """Thinking of another model, encrypted: accepted and dropped."""
+
+    type: Literal["redacted_thinking"]
+    data: Text | None = None
 
 
 Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock,
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
     Field(discriminator="type"),
     BeforeValidator(_known_block),
 ]
@@ -119,6 +128,7 @@ class ConversationMessage(Strict):
             yield MessageBody(role=self.role, content=self.content)
             return
         texts: list[str] = []
+        thoughts: list[str] = []
         calls: list[CalledTool] = []
         has_results = False
         for number, block in enumerate(self.content):
@@ -142,13 +152,20 @@ class ConversationMessage(Strict):
                         name=name_by_id.get(block.tool_use_id),
                     )
                 case ThinkingBlock():
+                    thoughts.append(block.thinking)
+                case RedactedThinkingBlock():
                     pass
         if texts or not has_results:
-            yield MessageBody(role=self.role, content="\n".join(texts), tool_calls=calls or None)
+            yield MessageBody(
+                role=self.role,
+                content="\n".join(texts),
+                tool_calls=calls or None,
+                reasoning_content="\n".join(thoughts) or None,
+            )
 
     @property
-    def has_thinking(self) -> bool:
-        return self._has(ThinkingBlock)
+    def has_redacted_thinking(self) -> bool:
+        return self._has(RedactedThinkingBlock)
 
     @property
     def has_tool_use(self) -> bool:
@@ -209,7 +226,18 @@ class OutputConfig(Strict):
 
 
 class Thinking(Strict):
-    type: Text
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(
+        None, ge=0, le=MAX_INT, description="Tokens of thinking after which the answer is forced to begin."
+    )
+    display: Text | None = Field(None, description="`omitted`: the answer has no thinking blocks.")
+
+    def fields(self) -> dict[str, object]:
+        return {
+            "enable_thinking": self.type != "disabled",
+            "thinking_token_budget": self.budget_tokens,
+            "include_reasoning": self.display != "omitted",
+        }
 
 
 class ConversationBody(Strict):
@@ -229,7 +257,9 @@ class ConversationBody(Strict):
     ) = Field(None, description="Tools that the model may call.")
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = Field(None, description="The format of the output.")
-    thinking: Thinking | None = Field(None, description="Ignored: answers have no thinking blocks.")
+    thinking: Thinking | None = Field(
+        None, description="Whether a reasoning model thinks; default: as its chat template has it."
+    )
 
     def chat_body(self) -> ChatBody:
         return ChatBody.model_validate(self._fields())
@@ -250,6 +280,7 @@ class ConversationBody(Strict):
             "tool_choice": None if choice is None else choice.choice(),
             "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
             **self._output_fields(),
+            **({} if self.thinking is None else self.thinking.fields()),
         }
 
     @property
@@ -281,10 +312,8 @@ class ConversationBody(Strict):
         return fields
 
     def _ignored_fields(self) -> Iterator[str]:
-        if self.thinking is not None and self.thinking.type != "disabled":
-            yield "thinking"
-        if any(message.has_thinking for message in self.messages):
-            yield "messages.content.thinking"
+        if any(message.has_redacted_thinking for message in self.messages):
+            yield "messages.content.redacted_thinking"
         is_demanded = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
         if not is_demanded and any(tool.strict for tool in self.tools or ()):
             yield "tools.strict"

@@ -49,7 +49,7 @@ def anthropic_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         caller = caller_of(request)
         with gateway.admissions.admit(caller):
             chat = await off_loop_if_large(request, body.chat_body)
-            tokenizer = await gateway.prompts.tokenizer(body.model, caller) if chat.uses_tools else None
+            tokenizer = await gateway.prompts.tokenizer(body.model, caller)
             specify = partial(chat.answer_spec, MessageDialect(), tokenizer)
             (asked,) = (await off_loop_if_large(request, specify)).requests
             assert isinstance(asked.prompt, ChatPrompt), f"{type(asked.prompt)=}"

@@ -85,7 +85,7 @@ class OllamaBody(Strict):
         None, description='How long the model stays loaded when idle: seconds, "5m", 0, or -1 for forever.'
     )
     think: bool | Text | None = Field(
-        None, description="False sets the template variable `enable_thinking`; true is not supported."
+        None, description="Switch thinking on or off, or `low`, `medium` or `high` for its effort."
     )
 
     @property
@@ -99,16 +99,19 @@ class OllamaBody(Strict):
             raise BadSampling(f"`keep_alive`: {error}") from error
 
     def inner_fields(self) -> dict[str, object]:
-        if self.think:
-            raise BadSampling(
-                f"`think` must be false, given: {self.think!r:.80}; thinking is part of the answer's text"
-            )
         return {
             "model": self.model,
             "stream": self.stream is not False,
             "keep_alive": self.keep_alive,
             "response_format": self._response_format(),
             **(self.options or OllamaOptions.model_validate({})).fields(),
+        }
+
+    def thinking_fields(self) -> dict[str, object]:
+        effort = self.think if isinstance(self.think, str) else None
+        return {
+            "enable_thinking": None if self.think is None else bool(self.think),
+            "reasoning_effort": effort,
         }
 
     def _response_format(self) -> ResponseFormat | None:

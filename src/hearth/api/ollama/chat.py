@@ -39,6 +39,7 @@ class OllamaMessage(Strict):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
+    thinking: Text | None = Field(None, description="What the assistant thought before.")
     tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=128)] | None = None
     tool_name: Text | None = Field(None, description="The tool whose result this is.")
     tool_call_id: Text | None = None
@@ -54,6 +55,7 @@ class OllamaMessage(Strict):
             tool_calls=calls or None,
             name=self.tool_name,
             tool_call_id=self.tool_call_id,
+            reasoning_content=self.thinking,
         )
 
 
@@ -72,13 +74,12 @@ class OllamaChatBody(OllamaBody):
     def chat_body(self) -> ChatBody:
         """Translate the body; continues a last message of the assistant. Raises RequestError."""
         messages = [message.message(index) for index, message in enumerate(self.messages or ())]
-        variables = {"enable_thinking": False} if self.think is False else None
         is_begun = messages[-1].role == "assistant" and not messages[-1].tool_calls
         fields = {
             "messages": messages,
             "tools": self.tools,
-            "chat_template_kwargs": variables,
             "continue_final_message": is_begun or None,
+            **self.thinking_fields(),
         }
         return ChatBody.model_validate(self.inner_fields() | fields)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, ChoiceReader, TokenUsage
+from hearth.api.answer import NDJSON_TYPE
+from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, ChoiceReader, Part, TokenUsage
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
 from hearth.api.ollama.models import now_text
@@ -17,9 +18,8 @@ from hearth.control.observe.views import Explanation
 from hearth.control.requests.generation import AnswerStream, TokenDelta
 from hearth.core.errors import HearthError
 from hearth.core.types import FinishReason
+from hearth.text.reasoning import Thought
 from hearth.text.tool_calls import ToolCall
-
-NDJSON_TYPE = "application/x-ndjson"
 
 encode = msgspec.json.Encoder().encode
 
@@ -61,7 +61,8 @@ class OllamaDialect:
             )
         ending = self.ending(choice.stream, choice.finish_reason, usage, choice.deltas)
         before, after = self.format.before_text, self.format.after_text
-        return msgspec.Raw(b"".join((self.head, before, encode(choice.text), calls, after, ending)))
+        thought = b',"thinking":' + encode(choice.reasoning) if choice.reasoning else b""
+        return msgspec.Raw(b"".join((self.head, before, encode(choice.text), thought, calls, after, ending)))
 
     def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
         (stream,) = streams
@@ -84,8 +85,8 @@ class OllamaEvents:
 
     def __init__(self, dialect: OllamaDialect, spec: AnswerSpec, stream: AnswerStream) -> None:
         self._dialect, self._stream = dialect, stream
-        self._reader = ChoiceReader(spec.tool_use)
-        self._has_tools = spec.tool_use is not None
+        self._reader = ChoiceReader(spec, stream)
+        self._is_split = spec.is_split
         self._num_calls = 0
         self._head = dialect.head
         self._before = self._head + dialect.format.before_text
@@ -101,7 +102,7 @@ class OllamaEvents:
         self._reason = deltas[-1].finish_reason
         if self._has_context:
             self._deltas += deltas
-        if self._has_tools:
+        if self._is_split:
             return b"".join(self._part(part) for part in self._reader.read(deltas))
         if len(deltas) > MAX_EVENTS:
             return self._part("".join([delta.text for delta in deltas]))
@@ -119,9 +120,11 @@ class OllamaEvents:
     def failed(self, error: HearthError) -> bytes:
         return spell(fault_of(error), "/api") + b"\n"
 
-    def _part(self, part: str | ToolCall) -> bytes:
+    def _part(self, part: Part) -> bytes:
         if isinstance(part, str):
             return self._before + encode(part) + self._after
+        if isinstance(part, Thought):
+            return b'%b"","thinking":%b%b' % (self._before, encode(part.text), self._after)
         call, self._num_calls = call_object(self._num_calls, part), self._num_calls + 1
         return b'%b"","tool_calls":[%b]%b' % (self._before, encode(call), self._after)
 

@@ -10,9 +10,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from hearth.api import unread_fields
+from hearth.api.answer import NDJSON_TYPE
 from hearth.api.body import ModelName, Strict, Text
 from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, TokenUsage
-from hearth.api.ollama.dialect import NDJSON_TYPE, durations
+from hearth.api.ollama.dialect import durations
 from hearth.api.openai.embedding import MAX_INPUTS, EmbeddingBody, json_of
 from hearth.api.unread_fields import UnsupportedField
 from hearth.control.observe.views import Explanation

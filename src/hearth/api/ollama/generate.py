@@ -40,8 +40,7 @@ class GenerateBody(OllamaBody):
     def chat_body(self) -> ChatBody:
         system = [MessageBody(role="system", content=self.system)] if self.system else []
         messages = [*system, MessageBody(role="user", content=self.prompt)]
-        variables = {"enable_thinking": False} if self.think is False else None
-        fields = {"messages": messages, "chat_template_kwargs": variables}
+        fields = {"messages": messages, **self.thinking_fields()}
         return ChatBody.model_validate(self.inner_fields() | fields)
 
     def raw_body(self) -> CompletionBody:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 from hearth.control.deploy.names import LATEST
 from hearth.control.observe.views import ModelView, ResidentView
+from hearth.text.reasoning import marks_in
 from hearth.text.tool_calls import tool_format
 
 #: The expiry of models that are never evicted.
@@ -49,7 +50,9 @@ def resident_object(resident: ResidentView, view: ModelView, on_device: bool) ->
 
 def show_object(view: ModelView, template: str | None) -> dict[str, object]:
     family = view.family or _UNKNOWN
-    capabilities = ["completion", *(["tools"] if tool_format(template) is not None else []), "embedding"]
+    tools = ["tools"] if tool_format(template) is not None else []
+    thinking = ["thinking"] if marks_in(template) is not None else []
+    capabilities = ["completion", *tools, *thinking, "embedding"]
     return {
         "modelfile": _modelfile(view),
         "parameters": f"num_ctx {view.max_context}",

@@ -1,4 +1,4 @@
-"""The routes of Ollama's API. Those that would create or delete models are refused: use `hearth deploy`."""
+"""The routes of Ollama's API."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
+from hearth.api.answer import NDJSON_TYPE
 from hearth.api.answers import PLAIN_TEXT, Answers
-from hearth.api.body import ModelName, Strict
 from hearth.api.errors import ErrorBody, error_responses
-from hearth.api.guard import caller_of
+from hearth.api.guard import COPY_PATH, DELETE_PATH, caller_of
 from hearth.api.json_body import CurlRoute, off_loop_if_large
 from hearth.api.json_response import as_json
 from hearth.api.ollama.chat import OllamaChatBody
 from hearth.api.ollama.dialect import (
     CHAT,
     GENERATE,
-    NDJSON_TYPE,
     LoadDialect,
     OllamaDialect,
     OllamaFormat,
@@ -28,10 +27,14 @@ from hearth.api.ollama.dialect import (
 from hearth.api.ollama.embed import EmbedBody, EmbedDialect, LegacyEmbedBody, LegacyEmbedDialect
 from hearth.api.ollama.generate import GenerateBody
 from hearth.api.ollama.models import resident_object, show_object, tag_object
+from hearth.api.ollama.store import CopyBody, NamedModelBody, PullBody, copy, hub_source, no_pull, pulling
 from hearth.api.openai.completion import CompletionBody
+from hearth.api.progress import ProgressResponse
+from hearth.control.deploy.names import LATEST
 from hearth.control.observe.views import Explanation
-from hearth.core.errors import Forbidden, RequestError, UnknownModel
+from hearth.core.errors import BadSampling, Forbidden, UnknownModel
 from hearth.core.version import hearth_version
+from hearth.text.reasoning import marks_of
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
@@ -51,20 +54,7 @@ class OllamaError(BaseModel):
     error: str = Field(description="What is wrong, the limit, the value given, and what to do.")
 
 
-class NamedModelBody(Strict):
-    """A model by `model`, or by `name` as older clients send it."""
-
-    model: ModelName | None = None
-    name: ModelName | None = None
-
-    @property
-    def meant(self) -> str:
-        if (named := self.model or self.name) is None:
-            raise RequestError("`model` must be the name of a deployed model, given: none")
-        return named
-
-
-def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
+def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> APIRouter:
     routes = APIRouter(tags=["Ollama"], route_class=CurlRoute, responses=error_responses(OllamaError))
 
     @routes.get(
@@ -114,6 +104,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         """Without messages, the model is loaded, or unloaded if `keep_alive` is 0."""
         if body.is_empty:
             return await load_or_unload(body, CHAT, request)
+        await check_thinking(body, request)
         chat = await off_loop_if_large(request, body.chat_body)
         return await answers.chat(chat, dialect_of(body.model, CHAT, request), request, body.ignored_fields)
 
@@ -122,6 +113,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         """Without a prompt, the model is loaded, or unloaded if `keep_alive` is 0."""
         if body.is_empty:
             return await load_or_unload(body, GENERATE, request)
+        await check_thinking(body, request)
         caller, ignored, context = caller_of(request), body.ignored_fields, body.context or ()
         dialect = dialect_of(body.model, GENERATE, request, has_context=not body.raw)
         if body.raw or not gateway.deployments.model(body.model, caller).has_chat_template:
@@ -142,14 +134,36 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
             body.embedding_body(), LegacyEmbedDialect(), request, body.ignored_fields
         )
 
-    @routes.post("/api/pull", summary="Check that a model is deployed")
-    async def pull(body: NamedModelBody, request: Request) -> Response:
-        """Many clients pull a model before they use it. Nothing is downloaded."""
+    @routes.post("/api/pull", summary="Deploy a model of the Hugging Face Hub", responses=_STREAM_OR_JSON)
+    async def pull(body: PullBody, request: Request) -> Response:
+        """A deployed model is not downloaded again. Others need the role `admin`: `hf.co/ORG/NAME`."""
+        caller = caller_of(request)
         try:
-            gateway.deployments.model(body.meant, caller_of(request))
-        except UnknownModel as error:
-            raise UnknownModel(f"{error}; deploy it with `hearth deploy hf:ORG/NAME`") from error
-        return as_json({"status": "success"})
+            gateway.deployments.model(body.meant, caller)
+            events = no_pull()
+        except UnknownModel:
+            source = hub_source(body.meant)
+            if not caller.has_role("admin"):
+                raise Forbidden(
+                    f"`{body.meant:.80}` is not deployed, and to deploy `{source:.80}` needs a key with the "
+                    "role `admin`"
+                ) from None
+            events = pulling(gateway, body.meant)
+        is_whole = body.stream is False
+        return ProgressResponse(events, heartbeat_s, result=None, is_whole=is_whole, has_lines=True)
+
+    @routes.post(COPY_PATH, summary="Deploy a model under another name, too")
+    async def copy_model(body: CopyBody, request: Request) -> Response:
+        """Requires the role `admin`. The copy shares the files of its source, but no device memory."""
+        view = gateway.deployments.model(body.source, caller_of(request))
+        await copy(gateway, view, body.destination.removesuffix(LATEST))
+        return Response()
+
+    @routes.delete(DELETE_PATH, summary="Remove a model or an adapter")
+    async def delete_model(body: NamedModelBody, request: Request) -> Response:
+        """Requires the role `admin`."""
+        await gateway.deployments.remove(gateway.deployments.model(body.meant, caller_of(request)).name)
+        return Response()
 
     def refuse(path: str, method: str, instead: str) -> None:
         async def refused() -> Response:
@@ -158,9 +172,14 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         routes.add_api_route(path, refused, methods=[method], summary=f"Refused: use {instead}")
 
     refuse("/api/create", "POST", "`hearth deploy SOURCE --name NAME`")
-    refuse("/api/copy", "POST", "`aliases` of the model in the configuration: `models.NAME.aliases`")
-    refuse("/api/delete", "DELETE", "`hearth rm NAME`")
     refuse("/api/push", "POST", "`hearth convert`, and upload its output")
+
+    async def check_thinking(body: OllamaChatBody | GenerateBody, request: Request) -> None:
+        """Refuse as Ollama does: its clients then ask without."""
+        if not body.think:
+            return
+        if marks_of(await gateway.prompts.tokenizer(body.model, caller_of(request))) is None:
+            raise BadSampling(f"`{body.model}` does not support thinking; leave `think` out")
 
     async def load_or_unload(
         body: OllamaChatBody | GenerateBody, format: OllamaFormat, request: Request

@@ -57,10 +57,17 @@ def finish_reason(reason: FinishReason | None, has_calls: bool) -> str | None:
     return reason
 
 
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Return reasoning as vLLM names it, and as it did before, like DeepSeek."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
 def usage_object(usage: TokenUsage) -> dict[str, object]:
+    details = {"completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens}}
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        **(details if usage.num_reasoning_tokens else {}),
     }

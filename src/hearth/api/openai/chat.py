@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, JsonValue, SkipValidation, model_validator
 
 from hearth.api import unread_fields
-from hearth.api.body import Body, Strict, Text
+from hearth.api.body import MAX_INT, Body, Strict, Text
 from hearth.api.dialect import AnswerSpec, Dialect, ToolUse
 from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
 from hearth.api.unread_fields import UnsupportedField
@@ -18,6 +18,7 @@ from hearth.control.requests.generation import ChatPrompt
 from hearth.core.errors import BadPrompt, BadSampling
 from hearth.core.types import GuideSpec
 from hearth.text.chat_template import Json, Message
+from hearth.text.reasoning import SWITCHES, ReasoningMarks, ReasoningUse, marks_of, switches_in
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.tool_calls import OPEN, Tool, ToolFormat, call_grammar, tool_format
 
@@ -67,28 +68,38 @@ class MessageBody(Strict):
     name: Text | None = None
     tool_calls: Annotated[list[CalledTool], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  #: the newer name of the same
 
     @model_validator(mode="after")
     def _has_content(self) -> MessageBody:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.thought)):
             raise ValueError(
                 f"`content` of a message of role `{self.role}` must be text, given: none; "
-                "only assistant messages with `tool_calls` need none"
+                "only assistant messages with `tool_calls` or `reasoning` need none"
             )
         return self
 
-    def message(self, index: int) -> Message:
+    @property
+    def thought(self) -> str | None:
+        return self.reasoning or self.reasoning_content or None
+
+    @property
+    def text(self) -> str:
         content = self.content or ""
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+    def message(self, index: int) -> Message:
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Json] = {**(self.model_extra or {}), "role": role, "content": content}
+        message: dict[str, Json] = {**(self.model_extra or {}), "role": role, "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [
                 _called(call, f"messages[{index}].tool_calls[{number}]")
                 for number, call in enumerate(self.tool_calls)
             ]
         optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        if self.role == "assistant":  # templates know either name
+            optional |= {"reasoning_content": self.thought, "reasoning": self.thought}
         return message | {name: value for name, value in optional.items() if value is not None}
 
 
@@ -113,7 +124,19 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-class ChatBody(Body):
+class ThinkingFields(Strict):
+    """How a reasoning model thinks. Other models ignore it."""
+
+    enable_thinking: bool | None = Field(
+        None, description="Switch thinking on or off, by the chat template if it has a variable for that."
+    )
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=MAX_INT, description="Tokens of thinking after which the answer is forced to begin."
+    )
+    include_reasoning: bool | None = Field(None, description="False: return the answer alone.")
+
+
+class ChatBody(ThinkingFields, Body):
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.CHAT
 
     messages: list[MessageBody] = Field(
@@ -132,7 +155,9 @@ class ChatBody(Body):
         None, description="Additional variables of the chat template."
     )
     reasoning_effort: Text | None = Field(
-        None, max_length=64, description="Passed to the chat template as a variable."
+        None,
+        max_length=64,
+        description="Passed to the chat template as a variable; `none` switches thinking off.",
     )
     add_generation_prompt: bool | None = Field(
         None, description="False: the prompt ends with the last message, without the header of an answer."
@@ -147,28 +172,36 @@ class ChatBody(Body):
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
-    def answer_spec(self, dialect: Dialect, tokenizer: Tokenizer | None) -> AnswerSpec:
-        """Translate the body. `tokenizer` is needed if it `uses_tools`. Raises RequestError."""
+    def answer_spec(self, dialect: Dialect, tokenizer: Tokenizer) -> AnswerSpec:
+        """Translate the body. Raises RequestError."""
         self._check()
-        tools = _Tools(self, tokenizer) if tokenizer is not None and self.uses_tools else None
+        tools = _Tools(self, tokenizer) if self.uses_tools else None
+        marks = marks_of(tokenizer)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         sampling = self.sampling(logprobs)
         guide = self.guide()
         if tools is not None:
             guide = tools.guide() or guide
-            sampling = replace(
-                sampling, skip_special_tokens=sampling.skip_special_tokens and not tools.are_special
-            )
+        tags = [
+            *((OPEN,) if tools is not None and tools.are_tagged else ()),
+            *((marks.close,) if marks else ()),
+        ]
+        if any(tokenizer.is_special(tag) for tag in tags):
+            sampling = replace(sampling, skip_special_tokens=False)
         chat = ChatPrompt(
             messages=[message.message(index) for index, message in enumerate(self.messages)],
             tools=None if tools is None else tools.shown(),
             has_turn=self.add_generation_prompt is not False and not self.continue_final_message,
             is_continued=bool(self.continue_final_message),
-            extra=self._template_variables(),
+            extra=self._template_variables(tokenizer.chat_template_text),
         )
+        requests = self.requests([chat], sampling, guide)
+        if marks is not None:
+            use = self._reasoning_use(marks, tokenizer.chat_template_text)
+            requests = [replace(request, reasoning=use) for request in requests]
         return AnswerSpec(
             dialect=dialect,
-            requests=self.requests([chat], sampling, guide),
+            requests=requests,
             num_answers=self.num_answers,
             is_stream=bool(self.stream),
             tool_use=None if tools is None else tools.use(),
@@ -180,9 +213,30 @@ class ChatBody(Body):
             yield "tools.function.strict"
         yield from super()._ignored_fields()
 
-    def _template_variables(self) -> dict[str, Json]:
+    def _template_variables(self, template: str | None) -> dict[str, Json]:
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**(self.chat_template_kwargs or {}), **effort}
+        thinks = self._thinks
+        switches = {} if thinks is None else dict.fromkeys(switches_in(template), thinks)
+        return {**switches, **(self.chat_template_kwargs or {}), **effort}
+
+    @property
+    def _thinks(self) -> bool | None:
+        """None: as the template has it."""
+        if self.enable_thinking is None and self.reasoning_effort == "none":
+            return False
+        return self.enable_thinking
+
+    def _reasoning_use(self, marks: ReasoningMarks, template: str | None) -> ReasoningUse:
+        last, switches = self.messages[-1], switches_in(template)
+        given = self.chat_template_kwargs or {}
+        is_off = self._thinks is False or any(given.get(switch) is False for switch in SWITCHES)
+        return ReasoningUse(
+            marks,
+            begun=last.text if self.continue_final_message else "",
+            # A template without a switch lets every answer begin with thinking.
+            budget_tokens=0 if is_off and not switches else self.thinking_token_budget,
+            is_shown=self.include_reasoning is not False,
+        )
 
     def _check(self) -> None:
         self._count_arguments()
@@ -240,8 +294,7 @@ class _Tools:
             self._format = ToolFormat.JSON  # the grammar enforces it, whatever the template says
         tag = tokenizer.encode(OPEN, add_special_tokens=False)
         self._tags_are_tokens = len(tag) == 1
-        #: the tags are special tokens, which must not be skipped in the answer
-        self.are_special = self._format is ToolFormat.HERMES and tag[0] in tokenizer.special_ids
+        self.are_tagged = self._format is ToolFormat.HERMES
 
     def shown(self) -> list[Json]:
         return [_as_given(tool) | {"function": _as_given(tool.function)} for tool in self._tools]

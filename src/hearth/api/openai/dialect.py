@@ -17,6 +17,7 @@ from hearth.api.openai.answer_format import (
     AnswerFormat,
     call_id,
     finish_reason,
+    reasoning_fields,
     usage_object,
 )
 from hearth.api.openai.logprobs import echoed_logprobs, prompt_logprobs
@@ -81,7 +82,9 @@ class CompletionDialect:
         if self._tells_prompt(COMPLETION):
             content["prompt_logprobs"] = self._prompt_logprobs(choice)
         if self.format is CHAT:
-            message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+            is_empty = not text and bool(calls or choice.reasoning)
+            message = {"role": "assistant", "content": None if is_empty else text, "refusal": None}
+            message |= reasoning_fields(choice.reasoning) if choice.reasoning else {}
             content = {
                 "message": message | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
             }

@@ -10,14 +10,20 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hearth.api.dialect import AnswerSpec, ChoiceReader, TokenUsage
+from hearth.api.dialect import AnswerSpec, ChoiceReader, Part, TokenUsage
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
-from hearth.api.openai.answer_format import AnswerFormat, call_id, finish_reason, usage_object
+from hearth.api.openai.answer_format import (
+    AnswerFormat,
+    call_id,
+    finish_reason,
+    reasoning_fields,
+    usage_object,
+)
 from hearth.control.requests.generation import AnswerStream, TokenDelta
 from hearth.core.errors import HearthError
 from hearth.core.types import FinishReason
-from hearth.text.tool_calls import ToolCall
+from hearth.text.reasoning import Thought
 
 #: More pending tokens are sent as one event.
 MAX_EVENTS = 8
@@ -74,8 +80,8 @@ class _ChoiceEvents:
         self._stream = stream
         self._format = format
         self._has_logprobs = spec.has_logprobs
-        self._has_tools = spec.tool_use is not None
-        self._reader = ChoiceReader(spec.tool_use)
+        self._is_split = spec.is_split
+        self._reader = ChoiceReader(spec, stream)
         self._begin = b'%b,"choices":[{"index":%d,' % (head, index)
         self._end = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % usage
         self._usage = usage
@@ -94,7 +100,7 @@ class _ChoiceEvents:
         return b"".join(parts)
 
     def write(self, deltas: Sequence[TokenDelta]) -> bytes:
-        if self._has_tools or self._has_logprobs:
+        if self._is_split or self._has_logprobs:
             return self._write_more(deltas)
         if len(deltas) > MAX_EVENTS:
             text = "".join([delta.text for delta in deltas])
@@ -120,9 +126,11 @@ class _ChoiceEvents:
             events.append(self._event(self._format.empty, reason))
         return events
 
-    def _delta_json(self, part: str | ToolCall) -> bytes:
+    def _delta_json(self, part: Part) -> bytes:
         if isinstance(part, str):
             return self._format.before_text + encode(part) + self._format.after_text
+        if isinstance(part, Thought):
+            return b'"delta":' + encode(reasoning_fields(part.text))
         call = {
             "index": self._num_calls,
             "id": call_id(),

@@ -11,13 +11,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from hearth.api import unread_fields
 from hearth.api.body import MAX_INT, GenerationBody, Strict, Text
-from hearth.api.openai.chat import ChatBody, FunctionBody, ParsedJson
+from hearth.api.openai.chat import ChatBody, FunctionBody, ParsedJson, ThinkingFields
 from hearth.api.responses.items import (
     MAX_ITEMS,
     InputItem,
     Item,
     MessageItem,
-    ReasoningItem,
     check_arguments,
     messages_of,
 )
@@ -87,7 +86,7 @@ class Reasoning(Strict):
     )
 
 
-class ResponseBody(GenerationBody):
+class ResponseBody(ThinkingFields, GenerationBody):
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.RESPONSE
 
     input: Text | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_ITEMS)] = Field(
@@ -218,8 +217,6 @@ class ResponseBody(GenerationBody):
             yield "tools.strict"
         if self.truncation == "auto":
             yield "truncation"
-        if isinstance(self.input, list) and any(isinstance(item, ReasoningItem) for item in self.input):
-            yield "input.reasoning"
         yield from super()._ignored_fields()
         if self.reasoning is not None:
             yield from self.reasoning.ignored("reasoning.")
@@ -229,7 +226,7 @@ class ResponseBody(GenerationBody):
 
 
 #: Fields that a body of chat has, too, by the same names and with the same limits.
-_SHARED = frozenset(GenerationBody.model_fields)
+_SHARED = frozenset([*GenerationBody.model_fields, *ThinkingFields.model_fields])
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, object]:

@@ -67,7 +67,6 @@ def _usage(usage: TokenUsage) -> dict[str, object]:
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.num_output_tokens,
-        # Reasoning is part of the text.
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
     }

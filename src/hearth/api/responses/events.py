@@ -1,13 +1,13 @@
 """Formats an answer of /v1/responses as server-sent events.
 
 A hot path like `openai/sse.py`: everything but the text and number of an event becomes bytes once. An answer
-is a sequence of items: a message for text, and one item per call.
+is a sequence of items: one of reasoning, a message for text, and one item per call.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -21,6 +21,7 @@ from hearth.api.openai.sse import MAX_EVENTS
 from hearth.control.requests.generation import AnswerStream, TokenDelta
 from hearth.core.errors import HearthError
 from hearth.core.types import FinishReason
+from hearth.text.reasoning import Thought
 from hearth.text.tool_calls import ToolCall
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -58,13 +59,14 @@ class ResponseEvents:
         self._spelling = spelling
         self._stream = stream
         self._has_logprobs = spec.has_logprobs
-        self._is_plain = spec.tool_use is None and not spec.has_logprobs
-        self._reader = ChoiceReader(spec.tool_use)
+        self._is_plain = not spec.is_split and not spec.has_logprobs
+        self._reader = ChoiceReader(spec, stream)
         self._num_events = 0
         self._finish_reason: FinishReason | None = None
         self._output: list[object] = []  #: complete items
         self._message: _OpenMessage | None = None  #: the open item
-        #: tokens since the last event; the next text has their logprobs, calls have none
+        self._thoughts: list[str] = []  #: of an open item of reasoning
+        #: tokens since the last event; the next text has their logprobs, reasoning and calls have none
         self._unsent: list[TokenDelta] = []
 
     def first(self, echoes: Sequence[str]) -> bytes:
@@ -108,7 +110,7 @@ class ResponseEvents:
         # Not by msgspec, as in `error_spelling.py`.
         reason = msgspec.Raw(json.dumps({"code": kind, "message": fault.message}).encode())
         inside = json.dumps({**told, "error": {**told, "type": kind}}).encode()[1:-1]
-        ending = self._end_message("incomplete")
+        ending = self._end_reasoning("incomplete") + self._end_message("incomplete")
         state = ResponseState("failed", self._output, error=reason)
         response = encode(self._spelling.response(self._stream, state))
         ending += self._event("response.failed", b'"response":' + response)
@@ -127,9 +129,38 @@ class ResponseEvents:
                 tokens, self._unsent = self._unsent, []
                 if isinstance(part, ToolCall):
                     events.append(self._call(part))
+                elif isinstance(part, Thought):
+                    self._add_reasoning(part.text, events)
                 else:
                     self._add_text(part, tokens, events)
+            if self._reader.is_thinking:
+                self._unsent = []
         return b"".join(events)
+
+    def _add_reasoning(self, text: str, events: list[bytes]) -> None:
+        item = self._reasoning_item("in_progress", [])
+        place = self._place(item, 0)
+        if not self._thoughts:
+            part = encode({"type": "reasoning_text", "text": ""})
+            events.append(self._item_event("added", item))
+            events.append(self._event("response.content_part.added", b'%b,"part":%b' % (place, part)))
+        self._thoughts.append(text)
+        events.append(self._event("response.reasoning_text.delta", b'%b,"delta":%b' % (place, encode(text))))
+
+    def _end_reasoning(self, status: Literal["completed", "incomplete"]) -> bytes:
+        if not self._thoughts:
+            return b""
+        text, self._thoughts = "".join(self._thoughts), []
+        part = {"type": "reasoning_text", "text": text}
+        item = self._reasoning_item(status, [part])
+        place = self._place(item, 0)
+        events = (
+            self._event("response.reasoning_text.done", b'%b,"text":%b' % (place, encode(text)))
+            + self._event("response.content_part.done", b'%b,"part":%b' % (place, encode(part)))
+            + self._item_event("done", item)
+        )
+        self._output.append(item)
+        return events
 
     def _add_text(self, text: str, tokens: Sequence[TokenDelta], events: list[bytes]) -> None:
         message = self._message or self._begin_message(events)
@@ -141,8 +172,9 @@ class ResponseEvents:
         events += (message.before_text, encode(text), end)
 
     def _begin_message(self, events: list[bytes]) -> _OpenMessage:
+        events.append(self._end_reasoning("completed"))
         item = self._message_item("in_progress", [])
-        place = b'"item_id":%b,"output_index":%d,"content_index":0,' % (encode(item["id"]), len(self._output))
+        place = self._place(item, 0) + b","
         part = encode({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
         events.append(self._item_event("added", item))
         events.append(self._event("response.content_part.added", b'%b"part":%b' % (place, part)))
@@ -156,7 +188,7 @@ class ResponseEvents:
         text, logprobs = "".join(self._message.texts), self._message.logprobs
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
         item = self._message_item(status, [part])
-        place = b'"item_id":%b,"output_index":%d,"content_index":0,' % (encode(item["id"]), len(self._output))
+        place = self._place(item, 0) + b","
         done = b'%b"text":%b,"logprobs":%b' % (place, encode(text), encode(logprobs))
         events = (
             self._event("response.output_text.done", done)
@@ -168,7 +200,7 @@ class ResponseEvents:
         return events
 
     def _call(self, call: ToolCall) -> bytes:
-        events = self._end_message("completed")
+        events = self._end_reasoning("completed") + self._end_message("completed")
         index = len(self._output)
         item = {
             "id": f"fc_{self._stream.request_id}_{index}",
@@ -178,7 +210,7 @@ class ResponseEvents:
             "name": call.name,
             "arguments": call.arguments,
         }
-        place = b'"item_id":%b,"output_index":%d,' % (encode(item["id"]), index)
+        place = self._place(item) + b","
         arguments = encode(call.arguments)
         events += self._item_event("added", {**item, "status": "in_progress", "arguments": ""})
         events += self._event("response.function_call_arguments.delta", b'%b"delta":%b' % (place, arguments))
@@ -189,10 +221,23 @@ class ResponseEvents:
         return events
 
     def _end_output(self) -> bytes:
-        events: list[bytes] = []
+        events = [self._end_reasoning(self._status)]
         if self._message is None and not self._output:
             self._begin_message(events)
         return b"".join(events) + self._end_message(self._status)
+
+    def _place(self, item: Mapping[str, object], content_index: int | None = None) -> bytes:
+        place = b'"item_id":%b,"output_index":%d' % (encode(item["id"]), len(self._output))
+        return place if content_index is None else place + b',"content_index":%d' % content_index
+
+    def _reasoning_item(self, status: str, content: Sequence[object]) -> dict[str, object]:
+        return {
+            "id": f"rs_{self._stream.request_id}_{len(self._output)}",
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": content,
+        }
 
     def _message_item(self, status: str, content: Sequence[object]) -> dict[str, object]:
         return {

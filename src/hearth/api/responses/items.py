@@ -120,10 +120,33 @@ class FunctionOutputItem(Strict):
         }
 
 
+class ReasoningText(Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+ReasoningTexts = Annotated[list[ReasoningText], Field(fail_fast=True, max_length=1024)]
+
+
 class ReasoningItem(Strict):
-    """Reasoning of another model: accepted and dropped."""
+    """Reasoning before a message or a call of the assistant. What is encrypted is dropped."""
 
     type: Literal["reasoning"]
+    content: ReasoningTexts | None = None
+    summary: ReasoningTexts | None = None
+    id: ItemId | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or self.summary or ())
+
+    def as_stored(self, item_id: str) -> dict[str, object]:
+        return {
+            "id": self.id or item_id,
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": self.text}],
+        }
 
 
 Item: TypeAlias = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
@@ -145,28 +168,30 @@ def from_stored(items: object) -> list[Item]:
 
 
 def as_stored(items: Iterable[Item], id_prefix: str) -> list[dict[str, object]]:
-    kept = (item for item in items if not isinstance(item, ReasoningItem))
-    return [item.as_stored(f"{id_prefix}_{index}") for index, item in enumerate(kept)]
+    return [item.as_stored(f"{id_prefix}_{index}") for index, item in enumerate(items)]
 
 
 def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[str, object]]:
     """Return the messages of a conversation for chat. Raises BadPrompt.
 
-    Calls are added to the assistant message before them. Instructions are merged with a system message at the
-    beginning: many templates support only one.
+    Calls are added to the assistant message before them, reasoning to the one after it. Instructions are
+    merged with a system message at the beginning: many templates support only one.
     """
     messages: list[dict[str, object]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
+    reasoning: dict[str, object] = {}
     for item in items:
         match item:
             case MessageItem(role="system" | "developer") if instructions and len(messages) == 1:
                 messages[0]["content"] = f"{messages[0]['content']}\n\n{_text(item.content)}"
             case MessageItem():
                 messages.append({"role": item.role, "content": _text(item.content)})
+                if item.role == "assistant":
+                    messages[-1] |= reasoning
             case FunctionCallItem():
                 if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant"})
+                    messages.append({"role": "assistant", **reasoning})
                 _add_call(messages[-1], item)
             case FunctionOutputItem():
                 content = _text(item.output)
@@ -175,6 +200,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
                 pass
             case _:
                 assert_never(item)
+        reasoning = {"reasoning_content": item.text} if isinstance(item, ReasoningItem) and item.text else {}
     return messages
 
 

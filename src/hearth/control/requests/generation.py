@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hearth.core.errors import HearthError
 from hearth.core.types import (
@@ -15,9 +15,11 @@ from hearth.core.types import (
     PromptReading,
     RequestId,
     SamplingParams,
+    ThinkingSpec,
     TokenLogprobs,
 )
 from hearth.text.chat_template import Json, Message
+from hearth.text.reasoning import Phase, ReasoningUse
 from hearth.text.tokenizer import Tokenizer
 
 
@@ -35,7 +37,8 @@ class GenerationRequest:
     model: str  #: a name or an alias
     prompt: str | list[int] | ChatPrompt
     sampling: SamplingParams
-    guide: GuideSpec | None = None
+    guide: GuideSpec | None = None  #: of the answer
+    reasoning: ReasoningUse | None = None  #: None: the model does not think
     keep_alive_s: float | None = None  #: infinite pins the model; None: as it is configured
     tokens_per_s: float | None = None  #: of its `Pace`, as is the next; None: the model's
     first_token_s: float | None = None
@@ -43,6 +46,17 @@ class GenerationRequest:
     counts_prompt: bool = True  #: False: another answer to a prompt that was counted
     follows: tuple[int, ...] = ()  #: tokens of an earlier conversation, before the prompt
     pooling: Pooling | None = None  #: how its embedding is made, of no tokens; None: it is continued
+
+    def full_guide(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> GuideSpec | None:
+        """Return the guide of the whole output: that of the answer, after the thinking."""
+        use = self.reasoning
+        if use is None or (self.guide is None and use.budget_tokens is None):
+            return self.guide
+        phase = use.phase_after(tokenizer, prompt)
+        if phase is Phase.ANSWER:
+            return self.guide
+        thinking = ThinkingSpec(use.marks.open, use.marks.close, phase is Phase.THINKING, use.budget_tokens)
+        return replace(self.guide or GuideSpec("any"), thinking=thinking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +86,7 @@ class AnswerStream:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0  #: of the prompt; known with the first token
         self.num_output_tokens = 0  #: that have come, whether they were read or not
+        self.num_reasoning_tokens = 0  #: of those; counted when they are read
         self.is_batch = False
         self.prompt: Sequence[int] = ()
         self.reading: PromptReading | None = None  #: as was asked for; it comes with the first token

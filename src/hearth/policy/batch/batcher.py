@@ -23,7 +23,8 @@ Steps run one ahead: step n+1 is planned before the tokens of step n are known.
 
 Planning does not depend on which token was sampled: `num_pending` counts the tokens that the device knows and
 the host does not. Only a stop token or a failure comes as a surprise, one row too late; the token of that row
-is dropped. A guided sequence sits out every other step, because its last token decides what may come next. In
+is dropped. A guided sequence sits out every other step, because its last token decides what may come next,
+except where its guide needs no masks. In
 a pipeline of stages every sequence in flight sits out, because its token is known late, and the steps in
 flight have different sequences. Blocks and slots are reused at once, because each device runs steps in order:
 the next owner overwrites what a late row writes before reading it.

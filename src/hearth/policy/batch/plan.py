@@ -22,6 +22,10 @@ class Guide(Protocol):
     def mask(self) -> bytes:
         """Allowed next tokens, a bit each, lowest first, in whole 32-bit words; never none."""
 
+    @property
+    def num_free(self) -> int:
+        """How many of the next tokens need no mask, whatever they are."""
+
     def take(self, token: int) -> FinishReason | None:
         """Accept `token`, which the mask allowed; return a reason if it completes the output.
 

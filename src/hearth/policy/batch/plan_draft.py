@@ -122,7 +122,7 @@ class PlanDraft:
             adapters = adapters_of(sequences)
         masks: dict[int, bytes] = {}
         if has_guides:
-            masks = {at: one.guide.mask for at, one in enumerate(sequences) if one.guide is not None}
+            masks = {at: mask for at, one in enumerate(sequences) if (mask := one.mask) is not None}
         self.decode = DecodeRows(request_ids, slots, positions, masks, adapters)
         self.sequences += sequences
 
@@ -151,7 +151,7 @@ class PlanDraft:
         start = sequence.num_planned
         end = start + num_tokens
         samples = end == sequence.num_prefill
-        mask = sequence.guide.mask if samples and sequence.guide is not None else None
+        mask = sequence.mask if samples else None
         tokens, reading = sequence.tokens[start:end], None
         if sequence.is_read:
             reading = sequence.reading(start, end)

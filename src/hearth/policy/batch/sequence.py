@@ -26,7 +26,8 @@ class LiveSequence:
     arrival: int
     chain: DigestChain  #: of `tokens`
     max_length: int  #: of prompt and output
-    sits_out: bool  #: while its last token is not committed
+    sits_out: bool  #: while its last token is not committed, or would need a mask
+    is_pipelined: bool  #: it sits out even where its guide needs no mask
     tokens: array[int] = field(init=False)  #: prompt and committed output, as words ("I")
     request_id: RequestId = field(init=False)
     guide: Guide | None = field(init=False)
@@ -100,8 +101,15 @@ class LiveSequence:
         self.prefix.follow(index, self.chain, num_most)
         return self.prefix
 
+    @property
+    def mask(self) -> bytes | None:
+        return None if self.guide is None or self.guide.num_free else self.guide.mask
+
     def allow_next(self) -> None:
-        self.max_planned = len(self.tokens) if self.sits_out else self.max_length - 1
+        self.max_planned = self.max_length - 1
+        if self.sits_out:
+            num_ahead = 0 if self.guide is None or self.is_pipelined else self.guide.num_free
+            self.max_planned = min(len(self.tokens) - 1 + max(num_ahead, 1), self.max_planned)
 
     def set_quiet(self) -> None:
         self.quiet_until = 0 if self.sits_out or self.is_ended else self.max_length - 1
@@ -204,7 +212,7 @@ class Sequences:
         if len(tokens) > self._block_tokens:
             chain.digest(0)  # needed to search a known prefix: computed here, not in a step
         sits_out = self._sits_out or request.guide is not None
-        sequence = LiveSequence(request, self._num_arrivals, chain, max_length, sits_out)
+        sequence = LiveSequence(request, self._num_arrivals, chain, max_length, sits_out, self._sits_out)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         for token in sequence.stop_ids:

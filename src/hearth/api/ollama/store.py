@@ -1,0 +1,88 @@
+"""Pulling, copying and deleting models as Ollama's API does, by deploying and removing them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from hearth.api.body import ModelName, Strict
+from hearth.control.deploy.names import LATEST
+from hearth.control.observe.views import ModelView
+from hearth.core.errors import RequestError, UnknownModel
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+#: Names of models of the Hugging Face Hub, as Ollama's users write them, and as Hearth's do.
+_HUB = re.compile(r"(?:hf:|hf\.co/|huggingface\.co/)?([\w.-]+/[\w.-]+)", re.ASCII | re.IGNORECASE)
+
+
+class NamedModelBody(Strict):
+    """A model by `model`, or by `name` as older clients send it."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+
+    @property
+    def meant(self) -> str:
+        if (named := self.model or self.name) is None:
+            raise RequestError("`model` must be the name of a model, given: none")
+        return named
+
+
+class PullBody(NamedModelBody):
+    stream: bool | None = Field(None, description="Stream lines of progress; default: true.")
+
+
+class CopyBody(Strict):
+    source: ModelName = Field(description="Name or alias of a deployed model.")
+    destination: ModelName = Field(description="The name of the copy.")
+
+
+def hub_source(name: str) -> str:
+    """Return the source that a name stands for. Raises UnknownModel for names in Ollama's own library."""
+    match = _HUB.fullmatch(name.removesuffix(LATEST))
+    if match is None:
+        raise UnknownModel(
+            f"no model named `{name:.80}`, and only models of the Hugging Face Hub can be pulled, as "
+            "`hf.co/ORG/NAME`; deploy others with `hearth deploy SOURCE --name NAME`"
+        )
+    return f"hf:{match[1]}"
+
+
+async def no_pull() -> AsyncGenerator[dict[str, object], None]:
+    """Yield what Ollama does for a model that is there already."""
+    yield {"status": "pulling manifest"}
+    yield {"status": "success"}
+
+
+async def pulling(gateway: Gateway, name: str) -> AsyncGenerator[dict[str, object], None]:
+    """Deploy a model of the Hub under the name that it is pulled by. Closing the generator cancels."""
+    source = hub_source(name)
+    deployed = None if name.startswith("hf:") else name.removesuffix(LATEST)
+    async with aclosing(gateway.deploy(source, deployed, "auto", "none", overwrite=False)) as events:
+        async for event in events:
+            if event["event"] == "progress":
+                yield _progress(source, event)
+    yield {"status": "success"}
+
+
+async def copy(gateway: Gateway, view: ModelView, destination: str) -> None:
+    """Deploy the same files under another name. They stay until both are removed."""
+    deploying = gateway.deploy(view.where, destination, "auto", "none", overwrite=False, base=view.base)
+    async with aclosing(deploying) as events:
+        async for _ in events:
+            pass
+
+
+def _progress(source: str, event: dict[str, object]) -> dict[str, object]:
+    """Clients show a bar for each digest, so each phase has one."""
+    phase = event["phase"]
+    digest = hashlib.sha256(f"{source} {phase}".encode()).hexdigest()
+    done, total = event["done_bytes"], event["total_bytes"]
+    return {"status": phase, "digest": f"sha256:{digest}", "total": total, "completed": done}
