@@ -28,12 +28,12 @@ from hearth.engine.stage_messages import (
     StageStep,
     StageWork,
 )
-from hearth.policy.batch.blocks import BlockMove
+from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
 from hearth.worker.stage_link import HiddenPlaces, StageInlet, StageLinks, StageOutlet, send_result
 from tests.engine.harness import ROOMY, ask, engine_for, greedy
 from tests.engine.pipeline_rig import CPU, parts_of
-from tests.engine.test_elastic import EXTENTS, elastic_memory
+from tests.engine.test_elastic import EXTENTS, SINK, elastic_memory
 
 NAME, PROMPTS = "llama-gqa", [[5, 6, 7, 8, 9, 10, 11], [3], list(range(3, 30))]
 
@@ -52,6 +52,8 @@ def stages(request: pytest.FixtureRequest) -> Iterator[TwoStages]:
         *last, ROOMY, elastic_memory(last[0]), step_size(last[0].limits, torch.device("cpu"))
     )
     runner.fill_tables()
+    book = BlockBook(ROOMY.block_tokens, floor_blocks=1)
+    book.add(range(1, SINK))
     like = runner.layers.decoder.hidden(1)
     size = HiddenPlaces.num_bytes(2, ROOMY.max_batch_tokens or 0, like)
     own, other = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
@@ -63,7 +65,7 @@ def stages(request: pytest.FixtureRequest) -> Iterator[TwoStages]:
     links = StageLinks("p0", 2, StageOutlet(out, near, "p0"), results)
     inlet, stage = (
         StageInlet(into, far, "p0"),
-        LaterStage(runner, None, BlockMap(range(1, len(runner.layers.kv)))),
+        LaterStage(runner, None, BlockMap(book)),
     )
 
     def serve() -> None:
