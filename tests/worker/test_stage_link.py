@@ -22,6 +22,7 @@ from hearth.engine.stage_messages import (
     AdapterAnswer,
     StageAdapterFailed,
     StageAdapterReady,
+    StageKvReturn,
     StageMessage,
     StageMoves,
     StageResult,
@@ -210,6 +211,25 @@ def test_a_repeated_step_is_dropped_and_takes_no_place(is_shared: bool) -> None:
             received += [inlet.receive(), inlet.receive()]  # announced, and with its hidden states
     assert [int(got[1][0, 0]) for got in received if got is not None and got[1] is not None] == [4, 7]
     assert inlet.num_dropped == 2
+    outlet.close()
+    inlet.end()
+
+
+def test_a_message_between_the_two_frames_of_a_step_does_not_repeat_it() -> None:
+    near, far = socket.socketpair()
+    memory = torch.empty(1, 1, 8)
+    outlet = StageOutlet(near, HiddenPlaces(memory, is_shared=True), "p0")
+    inlet = StageInlet(far, HiddenPlaces(memory, is_shared=True), "p0")
+    step, other = StageStep("p0", step_of_one_row(4)), StageKvReturn("p0", 7, is_promised=True)
+    hidden = PendingCopy(torch.ones(1, 8), outlet.place(1))
+    outlet.announce(step)
+    outlet.send(other)
+    outlet.send(step, hidden)
+    outlet.send(other)
+    received = [inlet.receive() for _ in range(4)]
+    kinds = [StageStep, StageKvReturn, StageStep, StageKvReturn]
+    assert [None if got is None else type(got[0]) for got in received] == kinds
+    assert inlet.num_dropped == 0
     outlet.close()
     inlet.end()
 

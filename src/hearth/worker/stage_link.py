@@ -154,9 +154,10 @@ class StageOutlet:
 
     def send(self, message: StageMessage, hidden: PendingCopy | None = None) -> None:
         """Raises StageLost once the other end is gone."""
-        if message is not self._announced:
+        if message is self._announced:
+            self._announced = None
+        else:  # it may come between the two frames of a step
             self._sender.send(_frame(encode_message(message)))
-        self._announced = None
         if hidden is None:
             return
         if self._places.is_shared and hidden.end is None:
