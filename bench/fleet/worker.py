@@ -155,9 +155,7 @@ class SimulatedWorker:
         sizes = profile.stages[self.kind]
         num_layers, is_first = member.end - member.begin, member.begin == 0
         is_last = member.end == sizes.num_layers
-        footprint = sizes.footprint(
-            num_layers, is_first=is_first, is_last=is_last, num_blocks=pipeline.num_blocks
-        )
+        footprint = sizes.footprint(num_layers, is_first=is_first, is_last=is_last)
         num_blocks = order.kv_floor_bytes // sizes.block_bytes(num_layers) - 1
         assert pipeline.num_blocks <= num_blocks, f"{order} {num_blocks=}"
         assert footprint.promise == order.promise, f"{order} {footprint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -26,6 +27,7 @@ from hearth.engine.stage_messages import (
 )
 from hearth.models.dtypes import DTYPES
 from hearth.models.weights import Weights, bind, contiguous_places
+from hearth.policy.batch.blocks import BlockBook
 from tests.engine.harness import ROOMY, packed_once
 from tests.engine.test_elastic import elastic_memory
 
@@ -42,9 +44,10 @@ class LocalStages:
         self.runners = runners
         self._places = [_Place(runner) for runner in runners]
         following: list[_Place | None] = [*self._places[1:], None]
+        self.books = [_later_book() for _ in runners]
         self._stages = [
-            LaterStage(runner, place, BlockMap(_other_blocks(runner)))
-            for runner, place in zip(runners, following, strict=True)
+            LaterStage(runner, place, BlockMap(book))
+            for runner, place, book in zip(runners, following, self.books, strict=True)
         ]
         self._results: deque[bytes] = deque()
         self._is_late = False
@@ -69,6 +72,12 @@ class LocalStages:
                 self._results.append(_encoded(stage.timed(decoded), pending))
                 self.most_in_flight = max(self.most_in_flight, len(self._results))
 
+    def replace_blocks(self, number: int, extent: range) -> None:
+        """Have a stage do without some of its blocks, and then have others in their place."""
+        self._stages[number].remove_blocks(extent)
+        self.runners[number].layers.kv[list(extent)] = math.nan
+        self.books[number].add(extent)
+
     def result(self, *, waits: bool) -> StageResult | None:
         """Return the next result; unless it is waited for, not the first time that it is asked for."""
         self._is_late = not self._is_late
@@ -79,9 +88,15 @@ class LocalStages:
         return None
 
 
-def _other_blocks(runner: Runner) -> list[int]:
-    """All blocks of a stage, in an order in which none is the one that the first stage has."""
-    return [block for block in range(len(runner.layers.kv)) if block != runner.layers.inputs.sink]
+#: Of later stages, without the sink. Few are those that the first stage has.
+LATER_EXTENTS = [range(first, first + 8) for first in (*range(47, 143, 8), *range(151, 199, 8))]
+
+
+def _later_book() -> BlockBook:
+    book = BlockBook(ROOMY.block_tokens, floor_blocks=1)
+    for extent in LATER_EXTENTS:
+        book.add(extent)
+    return book
 
 
 class _Place:

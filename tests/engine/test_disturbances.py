@@ -21,7 +21,7 @@ from hearth.core.types import Pooling, PromptReading, RequestId, SamplingParams,
 from hearth.engine.engine import Engine, Output, StepOutcome
 from hearth.policy.batch.plan import EngineRequest
 from tests.engine.harness import MAX_IDLE_STEPS, ROOMY, TIE, TIES, engine_for
-from tests.engine.pipeline_rig import pipeline_for
+from tests.engine.pipeline_rig import LATER_EXTENTS, LocalStages, pipeline_for
 from tests.engine.test_adapters import add
 from tests.engine.test_elastic import EXTENTS, elastic_engine, elastic_memory
 from tests.models.adapters import RandomAdapter, random_adapter
@@ -187,6 +187,8 @@ class Disturbed:
                 self.present.remove(extent)
                 self.absent.append(extent)
                 self.counts["extents taken"] += 1
+        if self.happens(0.3) and len(self.runners) > 1:
+            self.replace_blocks_of_a_later_stage()
         if self.happens(0.05) and self.asked:
             request_id = self.chance.choice(list(self.asked))
             assert engine.cancel(request_id)
@@ -207,6 +209,14 @@ class Disturbed:
             for runner in self.runners:
                 runner.remove_adapter(self.adapter.adapter)
             self.add_adapter()
+
+    def replace_blocks_of_a_later_stage(self) -> None:
+        later = self.engine.runner._later  # type: ignore[attr-defined] # of a pipeline
+        assert isinstance(later, LocalStages)
+        number = self.chance.randrange(len(later.runners))
+        extent = self.chance.choice(LATER_EXTENTS[:5])  # which are used first
+        self.counts["later blocks moved"] += len(later.books[number].live_in(extent))
+        later.replace_blocks(number, extent)
 
     def overwrite(self, blocks: list[int]) -> None:
         for runner in self.runners:
@@ -271,3 +281,4 @@ def test_nobody_is_told_anything_else_by_stages(
     disturbed = Disturbed(name, seed, cuts, num_flights)
     disturbed.run()
     disturbed.check_counts()
+    assert disturbed.counts["later blocks moved"]

@@ -23,8 +23,10 @@ def actions(names: Sequence[ModelId], max_bytes: int) -> st.SearchStrategy[Actio
         st.tuples(st.just("front"), models, st.integers(0, max_bytes), st.booleans()),
         st.tuples(st.just("hold"), models, st.sampled_from(Hold)),
         st.tuples(st.just("take"), st.integers(0, max_bytes), st.sampled_from(Hold)),
-        st.tuples(st.just("grow"), models, st.integers(0, 12), st.integers(0, 8)),
-        st.tuples(st.just("shrink"), models),
+        st.tuples(
+            st.just("grow"), models, st.integers(0, 12), st.integers(0, 8), st.none() | st.integers(1, 20)
+        ),
+        st.tuples(st.just("shrink"), models, st.none() | st.integers(1, 12)),
         st.tuples(
             st.just("place_table"), models, st.sampled_from(SamplingTable), st.integers(1, max_bytes // 2)
         ),
@@ -56,10 +58,10 @@ def carry_out(caller: PoolCaller, action: Action, changed: Sample) -> None:
             caller.holds.by_model[ModelId(model)] = hold
         case ("take", int(num_bytes), Hold() as most):
             caller.take(num_bytes, most)
-        case ("grow", str(model), int(num_blocks), int(ahead_blocks)):
-            caller.grow(ModelId(model), num_blocks, ahead_blocks)
-        case ("shrink", str(model)):
-            caller.shrink(ModelId(model))
+        case ("grow", str(model), int(num_blocks), int(ahead_blocks), (int() | None) as max_blocks):
+            caller.grow(ModelId(model), num_blocks, ahead_blocks, max_blocks)
+        case ("shrink", str(model), (int() | None) as most_blocks):
+            caller.shrink(ModelId(model), most_blocks)
         case ("place_table", str(model), SamplingTable() as table, int(num_bytes)):
             caller.place_table(ModelId(model), table, num_bytes)
         case ("drop_table", str(model), SamplingTable() as table):

@@ -197,28 +197,35 @@ class PoolCaller:
             ), "there was more to take"
         return freed_bytes
 
-    def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> None:
+    def grow(
+        self, model: ModelId, num_blocks: int, ahead_blocks: int = 0, max_blocks: int | None = None
+    ) -> None:
         if model not in self.spaces:
             return
         blocks, space = self.blocks[model], self.spaces[model]
-        extents = self.pool.kv.grow(model, num_blocks, ahead_blocks)
+        num_before = len(blocks)
+        extents = self.pool.kv.grow(model, num_blocks, ahead_blocks, max_blocks)
         given = [block for extent in extents for block in extent]
         assert len(set(given)) == len(given), f"given twice: {extents}"
         assert not blocks & {*given, space.sink}, f"had them before: {extents}"
         assert space.sink not in given
         blocks.update(given)
+        assert max_blocks is None or len(blocks) < max(max_blocks, 1 + num_before), "with the sink"
         assert len(blocks) < self.samples[model].shape.max_blocks
         for block in given:
             self._block(model, block).fill_(self._pattern(model, block))
 
-    def shrink(self, model: ModelId) -> bool:
+    def shrink(self, model: ModelId, most_blocks: int | None = None) -> bool:
+        """Take back an extent, or up to `most_blocks` of one; False: there is none."""
         if model not in self.spaces or not (extents := self.pool.kv.extents(model)):
             return False
-        assert set(extents[0]) <= self.blocks[model], f"{extents}"
-        self.blocks[model] -= set(extents[0])
+        extent = extents[0]
+        tail = extent if most_blocks is None else extent[-most_blocks:]
+        assert set(tail) <= self.blocks[model], f"{extents}"
+        self.blocks[model] -= set(tail)
         free_bytes = self.pool.usage().free_bytes
-        self.pool.kv.shrink(model, extents[0])
-        assert self.pool.usage().free_bytes > free_bytes
+        self.pool.kv.shrink(model, tail)
+        assert self.pool.usage().free_bytes > free_bytes or tail != extent
         return True
 
     def place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> bool:

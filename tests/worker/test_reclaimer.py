@@ -227,7 +227,7 @@ def test_kv_that_is_promised_and_not_to_be_had_fails_the_model_instead_of_spinni
     with worker(kind, tmp_path, A, B) as player:
         load(player, B)
         assert player.gateway.pool is not None
-        monkeypatch.setattr(player.gateway.pool.kv, "grow", lambda model, num_blocks, ahead_blocks=0: [])
+        monkeypatch.setattr(player.gateway.pool.kv, "grow", lambda *_: [])
         player.host(A)
         player.gateway.start(A, [5, 6, 7], greedy(3, ignore_eos=True))
 

@@ -22,18 +22,19 @@ from hearth.engine.stage_messages import (
     AdapterAnswer,
     StageAdapterFailed,
     StageAdapterReady,
+    StageKvReturn,
     StageMessage,
     StageMoves,
     StageResult,
     StageStep,
     StageWork,
 )
-from hearth.policy.batch.blocks import BlockMove
+from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
 from hearth.worker.stage_link import HiddenPlaces, StageInlet, StageLinks, StageOutlet, send_result
 from tests.engine.harness import ROOMY, ask, engine_for, greedy
 from tests.engine.pipeline_rig import CPU, parts_of
-from tests.engine.test_elastic import EXTENTS, elastic_memory
+from tests.engine.test_elastic import EXTENTS, SINK, elastic_memory
 
 NAME, PROMPTS = "llama-gqa", [[5, 6, 7, 8, 9, 10, 11], [3], list(range(3, 30))]
 
@@ -52,6 +53,8 @@ def stages(request: pytest.FixtureRequest) -> Iterator[TwoStages]:
         *last, ROOMY, elastic_memory(last[0]), step_size(last[0].limits, torch.device("cpu"))
     )
     runner.fill_tables()
+    book = BlockBook(ROOMY.block_tokens, floor_blocks=1)
+    book.add(range(1, SINK))
     like = runner.layers.decoder.hidden(1)
     size = HiddenPlaces.num_bytes(2, ROOMY.max_batch_tokens or 0, like)
     own, other = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
@@ -63,7 +66,7 @@ def stages(request: pytest.FixtureRequest) -> Iterator[TwoStages]:
     links = StageLinks("p0", 2, StageOutlet(out, near, "p0"), results)
     inlet, stage = (
         StageInlet(into, far, "p0"),
-        LaterStage(runner, None, BlockMap(range(1, len(runner.layers.kv)))),
+        LaterStage(runner, None, BlockMap(book)),
     )
 
     def serve() -> None:
@@ -208,6 +211,25 @@ def test_a_repeated_step_is_dropped_and_takes_no_place(is_shared: bool) -> None:
             received += [inlet.receive(), inlet.receive()]  # announced, and with its hidden states
     assert [int(got[1][0, 0]) for got in received if got is not None and got[1] is not None] == [4, 7]
     assert inlet.num_dropped == 2
+    outlet.close()
+    inlet.end()
+
+
+def test_a_message_between_the_two_frames_of_a_step_does_not_repeat_it() -> None:
+    near, far = socket.socketpair()
+    memory = torch.empty(1, 1, 8)
+    outlet = StageOutlet(near, HiddenPlaces(memory, is_shared=True), "p0")
+    inlet = StageInlet(far, HiddenPlaces(memory, is_shared=True), "p0")
+    step, other = StageStep("p0", step_of_one_row(4)), StageKvReturn("p0", 7, is_promised=True)
+    hidden = PendingCopy(torch.ones(1, 8), outlet.place(1))
+    outlet.announce(step)
+    outlet.send(other)
+    outlet.send(step, hidden)
+    outlet.send(other)
+    received = [inlet.receive() for _ in range(4)]
+    kinds = [StageStep, StageKvReturn, StageStep, StageKvReturn]
+    assert [None if got is None else type(got[0]) for got in received] == kinds
+    assert inlet.num_dropped == 0
     outlet.close()
     inlet.end()
 

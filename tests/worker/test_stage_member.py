@@ -71,10 +71,17 @@ class Workers:
         self._names, self.gateways, self.connections = names, gateways, connections
         self.beacons = beacons
 
-    def host(self, name: str, cuts: Sequence[int], hosted: str | None = None) -> Pipeline:
+    def host(
+        self,
+        name: str,
+        cuts: Sequence[int],
+        hosted: str | None = None,
+        num_blocks: int = NUM_BLOCKS,
+        max_blocks: int = NUM_BLOCKS,
+    ) -> Pipeline:
         """Host a model in stages that begin at 0 and `cuts`, the last one first.
 
-        `hosted`: the name of the stages; None: that of the model.
+        `hosted`: the name of the stages; None: that of the model. `num_blocks` are promised.
         """
         where = converted(name, chunk_bytes=PAGE_BYTES)
         ends = [0, *cuts, read_manifest(where).arch.num_layers]
@@ -82,9 +89,9 @@ class Workers:
             Member(worker, *layers)
             for worker, layers in zip(self._names, itertools.pairwise(ends), strict=False)
         )
-        pipeline = Pipeline(f"{name}-{next(_numbers)}", members, NUM_BLOCKS)
+        pipeline = Pipeline(f"{name}-{next(_numbers)}", members, num_blocks)
         for number in reversed(range(len(members))):
-            order = order_of(name, pipeline, number)
+            order = order_of(name, pipeline, number, max_blocks)
             self.gateways[number].inbox.put(msgspec.structs.replace(order, model=ModelId(hosted or name)))
         return pipeline
 
@@ -98,7 +105,7 @@ class Workers:
         return [answer.tokens for answer in first.until_ended(*runs)]
 
 
-def order_of(name: str, pipeline: Pipeline, number: int) -> HostModel:
+def order_of(name: str, pipeline: Pipeline, number: int, max_blocks: int = NUM_BLOCKS) -> HostModel:
     where = converted(name, chunk_bytes=PAGE_BYTES)
     member, manifest = pipeline.members[number], read_manifest(where)
     num_layers = member.end - member.begin
@@ -110,7 +117,7 @@ def order_of(name: str, pipeline: Pipeline, number: int) -> HostModel:
         limits=limits_of(CONFIG),
         max_context=CONTEXT,
         kv_floor_bytes=kv_bytes,
-        max_kv_bytes=kv_bytes,
+        max_kv_bytes=(1 + max_blocks) * block_bytes,
         pipeline=pipeline,
         member=number,
         own_bytes=(own_bytes := manifest.num_bytes + 2 * kv_bytes),

@@ -91,7 +91,7 @@ class Pipeline:
 
     name: str  #: never used again: other members make another pipeline
     members: tuple[Member, ...]
-    num_blocks: int  #: of KV: every member has as many, without the sink
+    num_blocks: int  #: of KV: promised on every member, without the sink
 
     @property
     def described(self) -> str:

@@ -24,6 +24,7 @@ from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, tiles_of
 from hearth.kernels.step_read import read_step
 from hearth.kernels.step_tokens import gather_tokens
 from hearth.models.step_inputs import StepInputs
+from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrites
 
 _MAX_VIEWS = 1024  #: more than there are padded sizes of steps
@@ -201,6 +202,13 @@ class InputBuffers:
             adapters=None if adapters is None else adapters.rows(shape),
             logit_adapters=None if adapters is None else adapters.logit_rows(shape),
         )
+
+    def follow(self, moves: Sequence[BlockMove], num_blocks: int) -> None:
+        """Let all rows of the block table name the targets of moves, behind all launched steps."""
+        sources, targets = self._uploads.ints([m.source for m in moves], [m.target for m in moves])
+        renamed = torch.arange(num_blocks, dtype=torch.int32, device=self.block_table.device)
+        renamed[sources] = targets.int()
+        self.block_table.copy_(renamed[self.block_table.long()])
 
     def _table_writes(self, admitted: Sequence[int], writes: TableWrites) -> torch.Tensor | None:
         """Return writes to the block table in the form of `read_step`; None: there are none.

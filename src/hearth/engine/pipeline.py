@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median_low
@@ -39,7 +39,7 @@ from hearth.engine.stage_messages import (
 )
 from hearth.engine.step_times import NUM_KEPT, StageClock
 from hearth.engine.upload import Uploads
-from hearth.policy.batch.blocks import BlockMove
+from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.flights import StageTimes, choose_flights
 from hearth.policy.batch.plan import StepPlan, TableWrites
 
@@ -200,17 +200,30 @@ class PipelineStep:
 class BlockMap:
     """The blocks of a later stage, by the numbers of the first one. Mutable; one thread calls it."""
 
-    def __init__(self, own: Iterable[int]) -> None:
-        self._free = list(own)
+    def __init__(self, book: BlockBook) -> None:
+        """`book`: of the stage. Blocks that the first stage has are live in it, all others free."""
+        self._book = book
         self._own_by_first: dict[int, int] = {}
 
     def change(self, message: StageBlocks) -> None:
         blocks = range(message.begin, message.end)
         if message.is_added:
-            assert len(blocks) <= len(self._free), f"{blocks} added, {len(self._free)} are free"
-            self._own_by_first.update((first, self._free.pop()) for first in blocks)
+            own = self._book.allocate(len(blocks))
+            assert own is not None, f"{blocks} added, {self._book.num_available} are free"
+            self._own_by_first.update(zip(blocks, own, strict=True))
         else:
-            self._free += [self._own_by_first.pop(first) for first in blocks]
+            self._book.release_all([[self._own_by_first.pop(first) for first in blocks]])
+
+    def remove(self, extent: range) -> list[BlockMove]:
+        """Remove blocks of this stage, as `BlockBook.remove` does."""
+        moves = self._book.remove(extent)
+        targets = {move.source: move.target for move in moves}
+        self._own_by_first = {first: targets.get(own, own) for first, own in self._own_by_first.items()}
+        return moves
+
+    def clear(self) -> None:
+        self._book.release_all([list(self._own_by_first.values())])
+        self._own_by_first.clear()
 
     def plan(self, plan: StepPlan) -> StepPlan:
         writes, own = plan.table_writes, self._own_by_first
@@ -283,6 +296,14 @@ class LaterStage:
         stop(copy.end)
         following.send(step.message, copy)
         return None
+
+    def remove_blocks(self, extent: range) -> None:
+        """Stop using blocks of this stage in later steps; there are enough others. No step is prepared."""
+        assert self._prepared is None, f"prepared with blocks that go: {extent}"
+        self._runner.move_blocks(self._blocks.remove(extent))
+
+    def close(self) -> None:
+        self._blocks.clear()
 
     def _own(self, message: StageStep) -> _OwnStep:
         return _OwnStep(self.timed(message), self._blocks.plan(message.plan))

@@ -268,6 +268,13 @@ class Runner:
             piece = slice(first, first + num_at_once)
             kv.index_copy_(0, targets[piece], kv.index_select(0, sources[piece]))
 
+    @torch.inference_mode()
+    def move_blocks(self, moves: Sequence[BlockMove]) -> None:
+        """Copy blocks, and change block tables accordingly, which no plan does for these moves."""
+        if moves:
+            self.copy_blocks(moves)
+            self.layers.inputs.follow(moves, len(self.layers.kv))
+
     # Before requests: steps of padding, and what surrounds a step.
 
     @torch.inference_mode()

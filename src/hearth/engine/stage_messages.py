@@ -1,7 +1,8 @@
 """Messages between the stages of a pipeline: steps go from stage to stage, results back to the first.
 
 Every message names its pipeline, by a name that is never used again. The hidden states of a step travel
-beside its message. What the messages about adapters do is told in `worker/stage_adapters.py`.
+beside its message. `worker/stage_adapters.py` tells what the messages about adapters do, and
+`policy/memory/stage_kv.py` those about KV.
 """
 
 from __future__ import annotations
@@ -74,6 +75,29 @@ class StageAdapterEnded(msgspec.Struct, frozen=True, tag=True):
     run: int
 
 
+class StageKvGrowth(msgspec.Struct, frozen=True, tag=True):
+    """All members up to the sender have so many blocks of KV, or the first one wants them."""
+
+    pipeline: str
+    num_blocks: int
+    needed_blocks: int  #: as in `AskForKv`
+
+
+class StageKvKept(msgspec.Struct, frozen=True, tag=True):
+    """Behind all messages before it, a member needs no more than so many blocks of KV."""
+
+    pipeline: str
+    num_blocks: int
+
+
+class StageKvReturn(msgspec.Struct, frozen=True, tag=True):
+    """A later member needs the memory of all blocks of KV beyond so many."""
+
+    pipeline: str
+    num_blocks: int
+    is_promised: bool  #: to another model, so that requests of this one give way
+
+
 class StageResult(msgspec.Struct, frozen=True, tag=True):
     pipeline: str
     number: int  #: of the step
@@ -86,8 +110,14 @@ StageWork = StageStep | StageMoves | StageBlocks
 #: What the last stage tells the first about adapters.
 AdapterAnswer = StageAdapterReady | StageAdapterFailed
 AdapterMessage = StageAdapter | AdapterAnswer | StageAdapterEnded
-StageMessage = StageWork | AdapterMessage
-StageAnswer = StageResult | AdapterAnswer
+KvAnswer = StageKvGrowth | StageKvReturn
+KvMessage = KvAnswer | StageKvKept
+#: What members tell each other beside steps, and those of it that have their place among the steps.
+MemberMessage = AdapterMessage | KvMessage
+OrderedMessage = StageAdapterEnded | StageKvGrowth | StageKvKept
+StageMessage = StageWork | MemberMessage
+MemberAnswer = AdapterAnswer | KvAnswer
+StageAnswer = StageResult | MemberAnswer
 
 
 def encode_message(message: StageMessage) -> bytes:

@@ -92,6 +92,14 @@ class ArenaBooks:
         if not is_wanted:
             self.give_back()
 
+    def cut(self, kept: Span) -> None:
+        """Free the end of a region, up to what is kept of it."""
+        assert kept.owner is not None, f"{kept} has no owner"
+        end = self.regions.give(kept.owner).end
+        self.regions.take(kept)
+        self._note_freed(kept.end, end)
+        self.give_back()
+
     def move(self, moves: Iterable[Move]) -> None:
         for move in moves:
             owner = move.key

@@ -21,12 +21,17 @@ class ArenaKv:
     def __init__(self, books: ArenaBooks) -> None:
         self._books = books
 
-    def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
+    def grow(
+        self, model: ModelId, num_blocks: int, ahead_blocks: int = 0, max_blocks: int | None = None
+    ) -> list[range]:
         tenant = self._books.tenants[model]
         assert tenant.extents, f"`{model}` is not placed"
         grown: list[range] = []
-        num_left = min(num_blocks, tenant.shape.max_blocks - tenant.num_blocks)
-        while num_left > 0 and (blocks := self._more_blocks(tenant, num_left)):
+        max_blocks = (
+            tenant.shape.max_blocks if max_blocks is None else min(max_blocks, tenant.shape.max_blocks)
+        )
+        num_left = min(num_blocks, max_blocks - tenant.num_blocks)
+        while num_left > 0 and (blocks := self._more_blocks(tenant, num_left, max_blocks)):
             for extent in extents_of(blocks, tenant.shape.block_bytes, BATCH_BLOCKS):
                 self._books.regions.take(extent_span(model, extent, tenant.shape.block_bytes))
                 tenant.extents[extent.start] = extent
@@ -39,11 +44,18 @@ class ArenaKv:
         return num_blocks * self._books.tenants[model].shape.block_bytes
 
     def shrink(self, model: ModelId, extent: range) -> None:
-        sink = next(iter(self._books.tenants[model].extents))
+        tenant = self._books.tenants[model]
+        sink = next(iter(tenant.extents))
         assert extent.start != sink, f"`{model}` cannot give back its sink: {extent}"
-        given = self._books.tenants[model].extents.pop(extent.start)
-        assert given == extent, f"`{model}` gives back {extent}, but has {given}"
-        self._books.give(Owner(model, Use.KV, extent.start))
+        whole = next((one for one in tenant.extents.values() if one.stop == extent.stop), None)
+        assert whole is not None, f"`{model}` gives back {extent}, but has {tenant.extents}"
+        assert whole.start <= extent.start, f"`{model}` gives back {extent}, but has {whole}"
+        if kept := range(whole.start, extent.start):
+            tenant.extents[whole.start] = kept
+            self._books.cut(extent_span(model, kept, tenant.shape.block_bytes))
+        else:
+            del tenant.extents[whole.start]
+            self._books.give(Owner(model, Use.KV, whole.start))
 
     def extents(self, model: ModelId) -> list[range]:
         """Return the lowest extents first: tensors lie below them."""
@@ -51,7 +63,7 @@ class ArenaKv:
         sink = next(iter(extents), None)
         return [extents[first] for first in sorted(extents) if first != sink]
 
-    def _more_blocks(self, tenant: ArenaTenant, num_blocks: int) -> range:
+    def _more_blocks(self, tenant: ArenaTenant, num_blocks: int, max_blocks: int) -> range:
         """Return about `num_blocks` free blocks, up to where extents end; fewer if memory is short."""
         movable = self._books.movable()
         if tenant.failed_growth == (self._books.regions.version, movable):
@@ -59,7 +71,7 @@ class ArenaKv:
         for max_bytes in (MAX_MOVED_BYTES, self._books.regions.num_bytes):
             num_least = min(num_blocks, BATCH_BLOCKS)
             while num_least:
-                blocks = tenant.free_blocks(self._books.regions, num_least, num_blocks)
+                blocks = tenant.free_blocks(self._books.regions, num_least, num_blocks, max_blocks)
                 if blocks := blocks or self._cleared_blocks(tenant, num_least, movable, max_bytes):
                     return blocks
                 num_least //= 2

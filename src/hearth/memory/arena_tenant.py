@@ -67,16 +67,16 @@ class ArenaTenant:
     def tensors(self, regions: RegionList) -> list[Owner]:
         return [owner for owner in tensor_owners(self.model, self.shape) if owner in regions]
 
-    def free_blocks(self, regions: RegionList, num_least: int, num_wanted: int) -> range:
+    def free_blocks(self, regions: RegionList, num_least: int, num_wanted: int, max_blocks: int) -> range:
         """Return about `num_wanted` blocks of the highest free region that has at least `num_least`.
 
-        They begin where extents do.
+        They begin where extents do, unless the model would have more than `max_blocks`.
         """
         for span in reversed(regions.free_spans()):
             blocks = blocks_within(span.begin, span.end, self.shape.block_bytes)
             if len(blocks) >= num_least:
                 first = max(blocks.stop - num_wanted, 0) // BATCH_BLOCKS * BATCH_BLOCKS
-                num_most = self.shape.max_blocks - self.num_blocks
+                num_most = max_blocks - self.num_blocks
                 return range(max(first, blocks.start, blocks.stop - num_most), blocks.stop)
         return range(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from queue import SimpleQueue
 
 import torch
@@ -13,6 +14,7 @@ from hearth.core.types import ModelId, SamplingTable
 from hearth.memory.mapped_tenant import MappedTenant, num_pages
 from hearth.memory.page_books import PageBooks
 from hearth.memory.pages import Pages
+from hearth.policy.memory.kv_range import KvRange
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +28,19 @@ class MappedKv:
         self._thread = threading.Thread(target=self._map_ahead, name="hearth-pages", daemon=True)
         self._thread.start()
 
-    def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
+    def grow(
+        self, model: ModelId, num_blocks: int, ahead_blocks: int = 0, max_blocks: int | None = None
+    ) -> list[range]:
         """Pages that are mapped ahead for other models count as free."""
         with self._table.lock:
             tenant = self._books.tenants[model]
             assert tenant.is_placed, f"`{model}` is not placed"
-            num_before = tenant.num_kv_pages
-            extents = self._give_blocks(tenant, num_blocks)
+            num_before, kv = tenant.num_kv_pages, tenant.kv
+            if max_blocks is not None:
+                kv = replace(kv, max_blocks=min(kv.max_blocks, max_blocks))
+            extents = self._give_blocks(tenant, num_blocks, kv)
             given = tenant.at.kv(range(num_before, tenant.num_kv_pages))
-            ahead = self._claim_ahead(tenant, ahead_blocks)
+            ahead = self._claim_ahead(tenant, ahead_blocks, kv)
         self._table.map(given)
         if ahead:
             self._ahead.put(ahead)
@@ -49,9 +55,10 @@ class MappedKv:
     def shrink(self, model: ModelId, extent: range) -> None:
         with self._table.lock:
             tenant = self._books.tenants[model]
-            assert extent == tenant.last_extent, f"{extent=} {tenant.last_extent=}"
-            num_kept = tenant.kv.one_less(tenant.num_kv_pages)
-            assert num_kept is not None, f"`{model}` has no {extent=} to give back"
+            last = tenant.last_extent
+            assert last is not None, f"`{model}` has no {extent=} to give back"
+            assert last.start <= extent.start < extent.stop == last.stop, f"{extent=} {last=}"
+            num_kept = tenant.kv.num_pages(extent.start)
             self._books.release_kv(tenant, num_kept)
             tenant.num_kv_blocks = extent.start
 
@@ -63,15 +70,15 @@ class MappedKv:
         self._ahead.put(None)
         self._thread.join()
 
-    def _give_blocks(self, tenant: MappedTenant, num_blocks: int) -> list[range]:
+    def _give_blocks(self, tenant: MappedTenant, num_blocks: int, kv: KvRange) -> list[range]:
         extents: list[range] = []
-        wanted = tenant.num_kv_blocks + num_blocks
+        wanted = min(tenant.num_kv_blocks + num_blocks, kv.max_blocks)
         while tenant.num_kv_blocks < wanted:
-            if (end := tenant.kv.num_blocks(tenant.num_kv_pages)) == tenant.num_kv_blocks:
-                num_kept = tenant.kv.one_more(tenant.num_kv_pages)
+            if (end := kv.num_blocks(tenant.num_kv_pages)) == tenant.num_kv_blocks:
+                num_kept = kv.one_more(tenant.num_kv_pages)
                 if num_kept is None or not self._claim(tenant, num_kept):
                     break
-                end = tenant.kv.num_blocks(num_kept)
+                end = kv.num_blocks(num_kept)
             extents.append(range(tenant.num_kv_blocks, end))
             tenant.num_kv_blocks = end
         return extents
@@ -89,10 +96,10 @@ class MappedKv:
         tenant.num_kv_pages = num_pages
         return True
 
-    def _claim_ahead(self, tenant: MappedTenant, ahead_blocks: int) -> list[int]:
-        num_blocks = min(tenant.num_kv_blocks + ahead_blocks, tenant.shape.max_blocks)
+    def _claim_ahead(self, tenant: MappedTenant, ahead_blocks: int, kv: KvRange) -> list[int]:
+        num_blocks = min(tenant.num_kv_blocks + ahead_blocks, kv.max_blocks)
         begin = tenant.num_kv_pages + tenant.num_ready_pages
-        end = min(tenant.kv.num_pages(num_blocks), begin + self._table.num_free)
+        end = min(kv.num_pages(num_blocks), begin + self._table.num_free)
         places = tenant.at.kv(range(begin, end))
         self._table.claim(places)
         tenant.num_ready_pages += len(places)

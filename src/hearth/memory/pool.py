@@ -135,18 +135,21 @@ class PoolUsage:
 class KvMemory(Protocol):
     """KV blocks of placed models. A range of blocks that comes and goes as one is an extent."""
 
-    def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
+    def grow(
+        self, model: ModelId, num_blocks: int, ahead_blocks: int = 0, max_blocks: int | None = None
+    ) -> list[range]:
         """Give a model about `num_blocks` more out of free memory; return them as extents.
 
-        Rounded up to whole extents; fewer if memory is short. `ahead_blocks` more are made ready in the
-        background for the next call, if memory is free. May move weights.
+        Rounded up to whole extents, up to `max_blocks` with the sink (None: those of its shape); fewer if
+        memory is short. `ahead_blocks` more are made ready in the background for the next call, if memory is
+        free. May move weights.
         """
 
     def growth_bytes(self, model: ModelId, num_blocks: int) -> int: ...
 
     def shrink(self, model: ModelId, extent: range) -> None:
-        """Take back an extent that `extents` returned. The device may still be computing with it: the next
-        owner of the memory waits for the work that is queued now."""
+        """Take back an extent that `extents` returned, or the tail of one. The device may still be computing
+        with it: the next owner of the memory waits for the work that is queued now."""
 
     def extents(self, model: ModelId) -> list[range]:
         """Return the extents that can be taken back next, best first; at most one with mapped pages."""

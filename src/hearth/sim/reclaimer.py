@@ -15,6 +15,8 @@ from hearth.policy.memory.byte_eviction import TAKEABLE, Tail, effective_hold, p
 from hearth.policy.memory.device_eviction import KvView, TablesView
 from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
+    AskForKv,
+    AskKvBack,
     ClearKv,
     DropAdapter,
     DropTable,
@@ -46,6 +48,9 @@ class SimulatedBooks:
 
     def models(self) -> list[ModelId]:
         return [model for model, hosted in self._hosted.items() if hosted.is_assembled]
+
+    def later_stages(self) -> list[ModelId]:
+        return []  # a pipeline is simulated with the KV that it is promised
 
     def kv_of(self, model: ModelId) -> KvView:
         engine, hold = self._hosted[model].engine, self.hold(model)
@@ -208,7 +213,14 @@ class SimulatedReclaimer:
             case TakeWeights():
                 return self._take(order)
             case (
-                TakeWorkspaces() | PlaceTable() | SpillTable() | DropTable() | PlaceAdapter() | DropAdapter()
+                AskForKv()
+                | AskKvBack()
+                | TakeWorkspaces()
+                | PlaceTable()
+                | SpillTable()
+                | DropTable()
+                | PlaceAdapter()
+                | DropAdapter()
             ):
                 raise AssertionError(f"not simulated: {order}")
             case _:

@@ -58,7 +58,8 @@ class HostOrder:
         batch_limits = BatchLimits(
             limits.max_batch_tokens, limits.max_seqs, self.max_context, mixed_sizes(limits)
         )
-        kv = KvRange(block_bytes, PAGE_BYTES, max(2, self.load.max_kv_bytes // block_bytes))
+        kv_bytes = self.load.kv_floor_bytes if self.is_stage else self.load.max_kv_bytes
+        kv = KvRange(block_bytes, PAGE_BYTES, max(2, kv_bytes // block_bytes))
         floor_blocks = max(1, self.load.kv_floor_bytes // block_bytes - 1)
         return SteppedEngine(self.shape, batch_limits, kv, limits.block_tokens, floor_blocks, max_step_s)
 

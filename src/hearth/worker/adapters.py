@@ -349,6 +349,7 @@ class WorkerAdapters:
             self.residency.drain(num_bytes)
             or self.residency.is_any_coming
             or any(one.is_loading for one in self._hosted.values())
+            or self._reclaimer.is_any_returning
         )
 
     def _note_there(self, adapter: AdapterId) -> None:

@@ -119,6 +119,7 @@ class HostedModels:
             # Adapters in use may be in the way: until this has its place, they take no more requests.
             adapters = self.reclaimer.adapters
             is_any_loading |= adapters.is_any_coming or adapters.last_in_use() is not None
+            is_any_loading |= self.reclaimer.is_any_returning
             if not self.reclaimer.policy.defer(hosted.model, is_any_loading=is_any_loading):
                 raise
         log.info("model_deferred model=%s", hosted.model)

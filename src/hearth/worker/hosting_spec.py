@@ -53,7 +53,6 @@ def hosting_spec(
     floor_blocks, max_blocks = order.kv_floor_bytes // num_bytes - 1, order.max_kv_bytes // num_bytes
     if order.pipeline is not None:
         floor_blocks = _shared_blocks(order, floor_blocks)
-        max_blocks = 1 + floor_blocks
     shape = Shape(
         digest=manifest.digest,
         stored=manifest.layout.only(arch, layers),
@@ -70,7 +69,7 @@ def hosting_spec(
 
 
 def _shared_blocks(order: HostModel, own_blocks: int) -> int:
-    """Return how many blocks each member of a pipeline has, which must be as many as it is promised."""
+    """Return how many blocks each member of a pipeline is promised."""
     assert order.pipeline is not None, f"no pipeline: {order}"
     if own_blocks < order.pipeline.num_blocks:
         raise ModelError(

@@ -7,15 +7,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
+import msgspec
+
 from hearth.core.errors import DeviceError
 from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.engine.engine import Engine, StepOutcome
+from hearth.engine.stage_messages import KvMessage, StageKvGrowth, StageKvKept, StageKvReturn
 from hearth.memory.pool import EvictionTerms, EvictionTermsOf, Pool, Space
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.byte_eviction import TAKEABLE
 from hearth.policy.memory.device_eviction import KvView, TablesView
 from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
+    AskForKv,
+    AskKvBack,
     ClearKv,
     DropAdapter,
     DropTable,
@@ -30,11 +35,13 @@ from hearth.policy.memory.reclaim_orders import (
     carry_out,
 )
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
+from hearth.policy.memory.stage_kv import FirstKv, LaterKv
 from hearth.worker.adapter_pieces import AdapterPieces
 from hearth.worker.failure import blaming
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.hosting_state import ServedModel
+from hearth.worker.stage_member import StageMember
 
 log = logging.getLogger(__name__)
 
@@ -46,25 +53,31 @@ class HostedBooks:
         self._hosted, self._pool, self._due_in_s = hosted, pool, due_in_s
 
     def models(self) -> list[ModelId]:
-        """Return the models whose KV and tables may change. A later stage follows the first one."""
+        """Return the models whose KV and tables may change, but for later stages of pipelines."""
         hosted = self._hosted.items()
         return [model for model, one in hosted if one.takes_requests and one.later_stage is None]
+
+    def later_stages(self) -> list[ModelId]:
+        hosted = self._hosted.items()
+        return [model for model, one in hosted if one.later_stage is not None and one.later_stage.is_started]
 
     def kv_of(self, model: ModelId) -> KvView:
         served = self.served(model)
         engine, spec, blocks = served.engine, served.spec, served.engine.batcher.blocks
         hold = self._hosted[model].effective_hold
-        is_paused = hold is Hold.PAUSED
+        is_paused, member = hold is Hold.PAUSED, self._hosted[model].member
+        max_blocks = spec.shape.max_blocks - 1  # without the sink
         return KvView(
             hold=hold,
             has_work=engine.has_work,
             block_bytes=spec.shape.block_bytes,
             floor_blocks=0 if is_paused else spec.floor_blocks,
-            max_blocks=spec.shape.max_blocks - 1,  # without the sink
+            max_blocks=max_blocks if member is None else member.kv.max_blocks,
             num_blocks=blocks.num_blocks,
             num_available=blocks.num_available,
             reserve_blocks=0 if is_paused else engine.elastic.reserve_blocks(engine.batcher.num_running),
             due_in_s=self._due_in_s(model) if is_paused else 0.0,
+            shared_max_blocks=max_blocks if member is not None and member.is_first else 0,
         )
 
     def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
@@ -190,8 +203,80 @@ class Reclaimer:
         """Take all KV that a model is promised. Raises DeviceError if the promise cannot be kept."""
         served = self._books.served(model)
         num_blocks = served.spec.floor_blocks - served.engine.batcher.blocks.num_blocks
-        if self._run(self.policy.take_floor(model, num_blocks)) < num_blocks:
+        if self._run(self.policy.take(model, num_blocks, num_blocks, is_promised=True)) < num_blocks:
             raise self.kv_shortage(model, served)
+
+    @property
+    def is_any_returning(self) -> bool:
+        """True if memory that a model is promised will come from a stage, whose first member was asked."""
+        members = (one.member for one in self._hosted.values())
+        return any(isinstance(one.kv, LaterKv) and one.kv.is_waiting for one in members if one is not None)
+
+    def take_stage_kv(self, hosted: HostedModel, message: KvMessage) -> None:
+        """Take what another member has told about KV, as in `policy/memory/stage_kv.py`.
+
+        Raises ModelBroke if a model breaks by it: drop that one and take the same message again.
+        """
+        model, member, now_s = hosted.model, hosted.member, time.monotonic()
+        assert member is not None, f"`{model}` is not in stages: {message}"
+        blocks = self._books.served(model).engine.batcher.blocks
+        match member.kv, message:
+            case FirstKv() as kv, StageKvGrowth(num_blocks=num_blocks):
+                kv.granted(num_blocks, now_s)
+                self._take(model, kv.max_blocks, message.needed_blocks)
+                if blocks.num_blocks < kv.max_blocks:  # its own pool has no more
+                    kv.pause(now_s)
+                self._tell_kept(model)
+            case FirstKv() as kv, StageKvReturn(num_blocks=num_blocks, is_promised=is_promised):
+                kv.return_asked(now_s)
+                self._run(self.policy.give_back(model, num_blocks, may_preempt=is_promised))
+                self._tell_kept(model)
+            case LaterKv() as kv, StageKvGrowth(num_blocks=num_blocks):
+                self._take(model, kv.wanted(num_blocks), message.needed_blocks)
+                num_got = min(num_blocks, blocks.num_blocks)
+                member.tell(msgspec.structs.replace(message, num_blocks=num_got))
+            case LaterKv() as kv, StageKvKept(num_blocks=num_blocks):
+                kv.kept(num_blocks, now_s)
+                self._trim(model, member, num_blocks)
+                member.tell(message)
+            case _:
+                member.tell(message)
+
+    def _take(self, model: ModelId, num_blocks: int, needed_blocks: int) -> None:
+        own_blocks = self._books.kv_of(model).num_blocks
+        if num_blocks > own_blocks:
+            needed_blocks = min(num_blocks, needed_blocks) - own_blocks
+            self._run(self.policy.take(model, num_blocks - own_blocks, needed_blocks, is_promised=False))
+
+    def _trim(self, model: ModelId, stage: StageMember, num_blocks: int) -> None:
+        """Free what a later stage has beyond `num_blocks`."""
+        blocks = self._books.served(model).engine.batcher.blocks
+        while (num_more := blocks.num_blocks - num_blocks) > 0:
+            tail = self.pool.kv.extents(model)[0][-num_more:]
+            stage.remove_blocks(tail)
+            self.pool.kv.shrink(model, tail)
+        self.policy.note_freed()
+
+    def _tell_kept(self, model: ModelId) -> None:
+        """Let later stages free what the first has given back."""
+        member = self._hosted[model].member
+        if member is not None and isinstance(member.kv, FirstKv):
+            num_kept = member.kv.keep(self._books.served(model).engine.batcher.blocks.num_blocks)
+            if num_kept is not None:
+                member.tell(StageKvKept(member.pipeline, num_kept))
+
+    def _ask(self, order: AskForKv | AskKvBack) -> int:
+        member, now_s = self._hosted[order.model].member, time.monotonic()
+        assert member is not None, f"a model that is not in stages: {order}"
+        with blaming(order.model):
+            match order, member.kv:
+                case AskForKv(_, num_blocks, needed_blocks), FirstKv() as kv if kv.ask(num_blocks, now_s):
+                    member.tell(StageKvGrowth(member.pipeline, num_blocks, needed_blocks))
+                case AskKvBack(_, num_blocks, is_promised), LaterKv() as kv if kv.need(
+                    num_blocks, now_s, is_promised=is_promised
+                ):
+                    member.tell(StageKvReturn(member.pipeline, num_blocks, is_promised))
+        return 0
 
     def before_step(self, model: ModelId, served: ServedModel) -> None:
         self._run(self.policy.before_step(model, served.engine.elastic, served.engine.batcher.kv.use()))
@@ -254,8 +339,10 @@ class Reclaimer:
                 return self._grow(model, num_blocks, ahead_blocks)
             case ClearKv():
                 return self._clear(order)
+            case AskForKv() | AskKvBack():
+                return self._ask(order)
             case TakeWeights() | TakeWorkspaces():
-                return self._take(order)
+                return self._take_bytes(order)
             case PlaceTable(model, table, num_bytes):
                 return self._place_table(model, table, num_bytes)
             case SpillTable(model, table):
@@ -306,7 +393,8 @@ class Reclaimer:
 
     def _grow(self, model: ModelId, num_blocks: int, ahead_blocks: int) -> int:
         engine = self._books.served(model).engine
-        extents = self.pool.kv.grow(model, num_blocks, ahead_blocks)
+        max_blocks = 1 + self._books.kv_of(model).max_blocks  # with the sink
+        extents = self.pool.kv.grow(model, num_blocks, ahead_blocks, max_blocks)
         self._follow_moves()
         for extent in extents:
             engine.add_blocks(extent)
@@ -326,10 +414,11 @@ class Reclaimer:
             )
             if not is_cleared:
                 return 0
-        self.pool.kv.shrink(model, extent)
+            self.pool.kv.shrink(model, extent)
+            self._tell_kept(model)
         return len(extent)
 
-    def _take(self, order: TakeWeights | TakeWorkspaces) -> int:
+    def _take_bytes(self, order: TakeWeights | TakeWorkspaces) -> int:
         """Take memory of idle or paused models, which must be placed again before they can step."""
         match order:
             case TakeWeights(num_bytes, below_s_per_byte):

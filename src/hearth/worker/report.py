@@ -133,7 +133,8 @@ class Reports:
             use,
             num_running=usage.num_running,
             num_waiting=usage.num_waiting + use.num_waiting,
-            kv_used_blocks=usage.kv_used_blocks,
+            # The first stage alone knows which of its blocks requests hold.
+            kv_used_blocks=0 if hosted.later_stage is not None else usage.kv_used_blocks,
             kv_cached_blocks=usage.kv_cached_blocks,
             kv_blocks=usage.kv_blocks,
             block_bytes=served.spec.shape.block_bytes,

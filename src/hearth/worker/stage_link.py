@@ -31,7 +31,7 @@ from hearth.core.errors import ServiceError, StageLost
 from hearth.core.wire import MAX_FRAME_BYTES
 from hearth.engine.pending_step import PendingCopy
 from hearth.engine.stage_messages import (
-    AdapterAnswer,
+    MemberAnswer,
     StageAnswer,
     StageMessage,
     StageResult,
@@ -154,9 +154,10 @@ class StageOutlet:
 
     def send(self, message: StageMessage, hidden: PendingCopy | None = None) -> None:
         """Raises StageLost once the other end is gone."""
-        if message is not self._announced:
+        if message is self._announced:
+            self._announced = None
+        else:  # it may come between the two frames of a step
             self._sender.send(_frame(encode_message(message)))
-        self._announced = None
         if hidden is None:
             return
         if self._places.is_shared and hidden.end is None:
@@ -294,11 +295,11 @@ class StageLinks:
         outlet: StageOutlet,
         results: socket.socket,
         arrived: Callable[[], None] = lambda: None,
-        told: Callable[[AdapterAnswer], None] = lambda answer: None,
+        told: Callable[[MemberAnswer], None] = lambda answer: None,
     ) -> None:
         """Another thread calls `arrived` when a result has come, and when none can come any more.
 
-        The same thread passes answers about adapters to `told`.
+        The same thread passes answers about KV and adapters to `told`.
         """
         assert num_flights <= outlet.num_places, f"{num_flights=} {outlet.num_places=}"
         self.pipeline, self.num_flights = pipeline, num_flights

@@ -30,15 +30,16 @@ from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.engine.pending_step import StepInFlight
 from hearth.engine.pipeline import BlockMap, LaterStage
 from hearth.engine.stage_messages import (
-    AdapterAnswer,
-    AdapterMessage,
-    StageAdapterEnded,
+    MemberAnswer,
+    MemberMessage,
+    OrderedMessage,
     StageResult,
     StageStep,
     StageWork,
 )
 from hearth.memory import shared_device_memory
 from hearth.memory.shared_device_memory import DeviceMapping
+from hearth.policy.memory.stage_kv import FirstKv, LaterKv
 from hearth.worker.stage_connections import Arrival, SharedMemory, StageConnections, StageHello
 from hearth.worker.stage_link import (
     FrameSender,
@@ -62,7 +63,7 @@ class StageArrived:
     A step comes twice: announced, and with its hidden states, which stay until it has ended.
     """
 
-    message: StageWork | StageAdapterEnded
+    message: StageWork | OrderedMessage
     hidden: torch.Tensor | None
 
 
@@ -72,17 +73,17 @@ class ResultArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterTold:
-    """Another member has told something about the adapter of a request."""
+class MemberTold:
+    """Another member has told something about KV, or about the adapter of a request."""
 
-    message: AdapterMessage
+    message: MemberMessage
 
 
-StageNews = StageArrived | ResultArrived | AdapterTold
+StageNews = StageArrived | ResultArrived | MemberTold
 
 
 class ResultSender:
-    """Sends the results of the last stage as its steps end, and what it tells about adapters."""
+    """Sends the results of the last stage as its steps end, and what else it tells the first."""
 
     def __init__(self, connection: socket.socket, pipeline: str) -> None:
         self._unfetched = threading.Semaphore(_MAX_UNFETCHED)
@@ -105,7 +106,7 @@ class ResultSender:
         else:
             self._sender.send_later(lambda: self._connection.sendall(self._fetch(step, pending)))
 
-    def tell(self, answer: AdapterAnswer) -> None:
+    def tell(self, answer: MemberAnswer) -> None:
         """Raises StageLost if the first stage is gone."""
         self._sender.send(result_frame(answer))
 
@@ -148,6 +149,8 @@ class StageMember:
         assert order.pipeline is not None, f"no pipeline: {order}"
         self._pipeline: Pipeline = order.pipeline
         self._number, self._connections, self._post = order.member, connections, post
+        #: Of all members, in which this one counts its own. Written by the `Reclaimer`.
+        self.kv: FirstKv | LaterKv = (FirstKv if self.is_first else LaterKv)(self._pipeline.num_blocks)
         self._closing: list[Callable[[], None]] = []
         self._lock = threading.Lock()  #: guards the two around it, which closing and connecting change
         self._is_closed = False
@@ -159,9 +162,13 @@ class StageMember:
         self._results: ResultSender | None = None
         self._links: StageLinks | None = None
         self._stage: LaterStage | None = None
-        self._arrived: deque[StageWork | StageAdapterEnded] = deque()
+        self._arrived: deque[StageWork | OrderedMessage] = deque()
         self._hidden: deque[torch.Tensor] = deque()  #: of the oldest steps among these
         self._is_prepared = False  #: the oldest message, which is a step
+
+    @property
+    def pipeline(self) -> str:
+        return self._pipeline.name
 
     @property
     def is_first(self) -> bool:
@@ -223,7 +230,12 @@ class StageMember:
     def start(self, engine: Engine) -> None:
         """Let a later member run messages, with the blocks that its engine has."""
         self._engine = engine
-        self._stage = LaterStage(engine.runner, self._outlet, BlockMap(engine.batcher.blocks.free))
+        self._stage = LaterStage(engine.runner, self._outlet, BlockMap(engine.batcher.blocks))
+
+    def remove_blocks(self, extent: range) -> None:
+        """Stop using blocks of a later member, which has enough others."""
+        assert self._stage is not None, f"blocks of a member without an engine: {self._pipeline}"
+        self._stage.remove_blocks(extent)
 
     def take(self, news: StageArrived) -> None:
         if news.hidden is None:
@@ -244,10 +256,10 @@ class StageMember:
             self._run(stage, message)
         return StepOutcome(StepOutputs(), (), (), has_run=True)
 
-    def _run(self, stage: LaterStage, message: StageWork | StageAdapterEnded) -> None:
+    def _run(self, stage: LaterStage, message: StageWork | OrderedMessage) -> None:
         results = self._results
-        if isinstance(message, StageAdapterEnded):  # no step before it is left
-            self._post(AdapterTold(message))
+        if isinstance(message, OrderedMessage):  # no step before it is left
+            self._post(MemberTold(message))
         elif not isinstance(message, StageStep):
             stage.take(message, None)
         else:
@@ -258,15 +270,15 @@ class StageMember:
             if results is not None and pending is not None:
                 results.send(stage.timed(message), pending)
 
-    def tell(self, message: AdapterMessage) -> None:
-        """Tell the next member something about an adapter; the last one answers the first.
+    def tell(self, message: MemberMessage) -> None:
+        """Tell the next member something about KV or an adapter; the last one answers the first.
 
         Raises StageLost if another member is gone.
         """
         self.check()
         if self._outlet is not None:
             self._outlet.send(message)
-        elif self._results is not None and isinstance(message, AdapterAnswer):
+        elif self._results is not None and isinstance(message, MemberAnswer):
             self._results.tell(message)
 
     def check(self) -> None:
@@ -286,6 +298,8 @@ class StageMember:
             self._connections.num_dropped += self.num_dropped
         self._arrived.clear()
         self._hidden.clear()
+        if self._stage is not None:
+            self._stage.close()
 
     def free(self) -> None:
         """Give back memory that no step uses any more."""
@@ -380,10 +394,10 @@ class StageMember:
         try:
             while (received := inlet.receive()) is not None:
                 message, hidden = received
-                if isinstance(message, StageWork | StageAdapterEnded):
+                if isinstance(message, StageWork | OrderedMessage):
                     self._post(StageArrived(message, hidden))
                 else:
-                    self._post(AdapterTold(message))
+                    self._post(MemberTold(message))
         except (OSError, ValueError, HearthError) as error:  # ValueError: it was closed here
             if not self._is_closed:
                 log.warning("stage_cut_off pipeline=%s reason=%s", self._pipeline.name, error)
@@ -394,8 +408,8 @@ class StageMember:
                     way.close()
 
 
-def _post_told(post: Callable[[StageNews], None], answer: AdapterAnswer) -> None:
-    post(AdapterTold(answer))
+def _post_told(post: Callable[[StageNews], None], answer: MemberAnswer) -> None:
+    post(MemberTold(answer))
 
 
 def _like(spec: ModelSpec) -> torch.Tensor:

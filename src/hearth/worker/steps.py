@@ -78,11 +78,13 @@ class ModelSteps:
     def hopeless(self) -> ModelBroke | None:
         """Return a model that waits for KV which no other model will give back, when none is ready.
 
-        None: there is no such model, or a load, an adapter under way or the end of one's use on a later
-        stage may change that.
+        None: there is no such model, or a load, an adapter under way, the end of one's use on a later stage
+        or KV that comes back from a stage may change that.
         """
         hosted = self._models.hosted.values()
         if any(isinstance(one.state, Finding) or one.is_loading for one in hosted):
+            return None
+        if self._reclaimer.is_any_returning:
             return None
         adapters = self._reclaimer.adapters
         if adapters.is_any_coming or any(one.later_stage and adapters.run_by(one.model) for one in hosted):

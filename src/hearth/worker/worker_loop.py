@@ -40,7 +40,12 @@ from hearth.core.messages import (
     Welcome,
 )
 from hearth.core.types import AdapterId, ModelId, SnapshotOutcome, TurnEnd
-from hearth.engine.stage_messages import AdapterMessage, StageAdapterFailed, StageAdapterReady
+from hearth.engine.stage_messages import (
+    KvMessage,
+    MemberMessage,
+    StageAdapterFailed,
+    StageAdapterReady,
+)
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
 from hearth.system import garbage
 from hearth.worker.adapter_load import AdapterNews
@@ -64,7 +69,7 @@ from hearth.worker.runs import CheckedRequest, Runs
 from hearth.worker.runtime import HostingResources
 from hearth.worker.snapshot_maker import SnapshotMaker, SnapshotWritten
 from hearth.worker.stage_adapters import StageAdapters
-from hearth.worker.stage_member import AdapterTold, ResultArrived, StageArrived
+from hearth.worker.stage_member import MemberTold, ResultArrived, StageArrived
 from hearth.worker.steps import ModelSteps
 from hearth.worker.weights_transfer import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
 
@@ -337,8 +342,8 @@ class WorkerLoop:
             case ResultArrived():  # that it may step again was noted with the message
                 if hosted.pending.held and hosted.member is not None:  # maybe without a step
                     self._try(model, hosted.member.check)
-            case AdapterTold(told):
-                self._take_stage_adapter(hosted, told)
+            case MemberTold(told):
+                self._take_told(hosted, told)
             case _:
                 assert_never(news)
 
@@ -347,6 +352,15 @@ class WorkerLoop:
         while hosted.later_stage is not None and self._hosted.get(hosted.model) is hosted:
             try:
                 self._models.start_stage(hosted, hosted.later_stage)
+            except Exception as error:  # it concerns one model, or `_fail` raises
+                self._fail(*blame(hosted.model, error))
+            else:
+                return
+
+    def _take_stage_kv(self, hosted: HostedModel, message: KvMessage) -> None:
+        while hosted.served is not None and self._hosted.get(hosted.model) is hosted:
+            try:
+                self._models.reclaimer.take_stage_kv(hosted, message)
             except Exception as error:  # it concerns one model, or `_fail` raises
                 self._fail(*blame(hosted.model, error))
             else:
@@ -459,7 +473,10 @@ class WorkerLoop:
         self._runs.start_adapted()
         self._stage_adapters.advance()
 
-    def _take_stage_adapter(self, hosted: HostedModel, message: AdapterMessage) -> None:
+    def _take_told(self, hosted: HostedModel, message: MemberMessage) -> None:
+        if isinstance(message, KvMessage):
+            self._take_stage_kv(hosted, message)
+            return
         if hosted.later_stage is not None:
             self._stage_adapters.take(hosted, message)
             return

@@ -98,7 +98,7 @@ def test_hidden_states_take_the_shortest_way(workers: dict[str, int | None], tra
     assert [one.transport for one in list_residents(desk.fleet, 0.0)] == [None, transport]
 
 
-def test_layers_are_shared_out_and_all_blocks_are_promised() -> None:
+def test_layers_are_shared_out_and_one_context_is_promised() -> None:
     desk = joined("w1", "w2")
     desk.deploy(LARGE)
     actions = desk.ask("r1", "large")
@@ -107,19 +107,21 @@ def test_layers_are_shared_out_and_all_blocks_are_promised() -> None:
     assert first.pipeline == last.pipeline
     assert first.pipeline is not None
     assert first.pipeline.name == "large-1"
-    # 60 bytes of weights, 3 of the embedding or head, 2 blocks with the sink of 6 bytes: half of 25 is left.
-    assert first.pipeline.num_blocks == 1 + 2
-    for load in (first, last):
-        assert load.kv_floor_bytes == load.max_kv_bytes == 4 * 6
-        assert load.promise == Promise(87, 0, 87)
+    assert first.pipeline.num_blocks == LARGE.stages["cuda"].context_blocks == 1
+    for load in (first, last):  # 60 bytes of weights, 3 of the embedding or head, 2 blocks with the sink
+        assert load.kv_floor_bytes == 2 * 6
+        assert load.promise == Promise(75, 0, 75)
 
 
-def test_kv_is_limited_by_what_all_requests_can_use() -> None:
-    desk = joined("w1", "w2", budget_bytes=135)
+@pytest.mark.parametrize(("budget_bytes", "num_blocks"), [(100, 5), (80, 2)])
+def test_kv_is_limited_by_the_worker_and_by_what_all_requests_can_use(
+    budget_bytes: int, num_blocks: int
+) -> None:
+    desk = joined("w1", "w2", budget_bytes=budget_bytes)
     desk.deploy(LARGE)
     (load, _) = loads(desk.ask("r1", "large")).values()
-    assert load.pipeline is not None
-    assert load.pipeline.num_blocks == LARGE.stages["cuda"].max_blocks == 4
+    assert LARGE.stages["cuda"].max_blocks == 4
+    assert load.max_kv_bytes // 6 == num_blocks, "with the sink"
 
 
 def test_a_model_that_fits_one_worker_is_loaded_whole() -> None:

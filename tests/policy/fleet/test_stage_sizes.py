@@ -52,7 +52,7 @@ SIZES = StageSizes(
 )
 
 
-def order(begin: int, end: int, num_layers: int, kv_bytes: int) -> HostModel:
+def order(begin: int, end: int, num_layers: int, kv_bytes: int, num_blocks: int) -> HostModel:
     """An order for one member of a pipeline whose other members have the other layers."""
     ends = sorted({0, begin, end, num_layers})
     members = tuple(Member(WorkerId(f"w{a}"), a, b) for a, b in pairwise(ends))
@@ -67,7 +67,7 @@ def order(begin: int, end: int, num_layers: int, kv_bytes: int) -> HostModel:
         kv_floor_bytes=kv_bytes,
         max_kv_bytes=kv_bytes,
         eos_ids=(),
-        pipeline=Pipeline("m-1", members, num_blocks=7),
+        pipeline=Pipeline("m-1", members, num_blocks),
         member=[one.begin for one in members].index(begin),
     )
 
@@ -86,14 +86,17 @@ def test_a_promise_suffices_for_what_a_worker_places(
     sizes = stage_sizes(facts, "cpu", LIMITS, context=64)
     assert sizes is not None
     roles = {"is_first": begin == 0, "is_last": end == num_layers}
-    taken = sizes.footprint(end - begin, **roles, num_blocks=7)
+    taken = sizes.footprint(end - begin, **roles)
 
     placed = hosting_spec(
-        order(begin, end, num_layers, taken.min_kv_bytes), manifest, None, torch.device("cpu")
+        order(begin, end, num_layers, taken.min_kv_bytes, sizes.context_blocks),
+        manifest,
+        None,
+        torch.device("cpu"),
     )
 
     shape = placed.shape
-    assert placed.floor_blocks == 7
+    assert placed.floor_blocks == sizes.context_blocks
     assert sizes.stored.of(end - begin, **roles) == shape.stored.own_bytes
     widening_bytes = 0 if dtype == "float32" else max(spec.nbytes for spec in shape.stored.tensors)
     assert taken.weights_bytes >= shape.served.own_bytes + widening_bytes + 8 * shape.block_bytes

@@ -14,6 +14,8 @@ from hearth.policy.memory.byte_eviction import TAKEABLE
 from hearth.policy.memory.device_eviction import KvView, TablesView
 from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
+    AskForKv,
+    AskKvBack,
     ClearKv,
     DropAdapter,
     DropTable,
@@ -55,6 +57,8 @@ class SimulatedModel:
     pooled: dict[SamplingTable, int] = field(default_factory=dict)
     spilled: set[SamplingTable] = field(default_factory=set)
     elastic: Elastic = field(default_factory=lambda: Elastic(BLOCK_TOKENS))
+    shared_max_blocks: int = 0  #: of the first stage of a pipeline
+    is_later_stage: bool = False
 
     @property
     def promise_bytes(self) -> int:
@@ -205,7 +209,8 @@ class SimulatedPool:
     # What the policy reads.
 
     def models(self) -> list[ModelId]:
-        return [model for model, one in self.models_by_id.items() if one.is_hosted]
+        hosted = self.models_by_id.items()
+        return [model for model, one in hosted if one.is_hosted and not one.is_later_stage]
 
     def kv_of(self, model: ModelId) -> KvView:
         one = self.models_by_id[model]
@@ -219,7 +224,11 @@ class SimulatedPool:
             num_available=one.num_available,
             reserve_blocks=one.reserve_blocks,
             due_in_s=one.due_in_s,
+            shared_max_blocks=one.shared_max_blocks,
         )
+
+    def later_stages(self) -> list[ModelId]:
+        return [model for model, one in self.models_by_id.items() if one.is_later_stage]
 
     def extents(self, model: ModelId) -> list[range]:
         """The last one, as with mapped pages; all of them on an arena."""
@@ -247,6 +256,8 @@ class SimulatedPool:
                 brought = self._grow(self.models_by_id[model], num_blocks)
             case ClearKv(model):
                 brought = self._clear(self.models_by_id[model], order)
+            case AskForKv() | AskKvBack():
+                brought = 0
             case TakeWeights():
                 brought = self._take(order)
             case TakeWorkspaces():
@@ -385,6 +396,7 @@ class SimulatedPool:
             for model, one in self.models_by_id.items()
             if model != self.stepping
             and one.is_hosted
+            and not one.is_later_stage
             and one.num_blocks >= EXTENT_BLOCKS + (one.promised_blocks if self.placing_adapter else 0)
             and one.num_available - one.reserve_blocks >= EXTENT_BLOCKS
         ]

@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.policy.memory.reclaim_orders import (
+    AskForKv,
+    AskKvBack,
     ClearKv,
     DropAdapter,
     DropTable,
@@ -226,6 +228,64 @@ def test_blocks_that_should_lie_ready_are_asked_for_once_until_something_changes
     assert [asks(), asks()] == [True, False]
     pool.models_by_id[A].running = [1, 2]
     assert [asks(), asks()] == [True, False]
+
+
+def test_the_first_stage_asks_the_others_for_more_than_all_have() -> None:
+    """Idle models give way there for what its own cached blocks do not cover."""
+    first = hosted(num_blocks=8, running=(2, 2), num_cached=4, max_blocks=8)
+    first.shared_max_blocks = 100
+    pool = pool_of(free_bytes=20, a=first)
+
+    pool.before_step(A, num_wanted=2)
+
+    assert pool.orders == [AskForKv(A, 8 + 2 + 4 + 4, needed_blocks=8 + 2 - 4)]
+    assert first.num_blocks == 8
+
+
+def test_a_first_stage_without_memory_of_its_own_asks_for_none() -> None:
+    first = hosted(num_blocks=4, running=(4,), max_blocks=20)
+    first.shared_max_blocks = 100
+    pool = pool_of(a=first)
+    assert pool.run(pool.policy.take(A, 4, 4, is_promised=False)) == 0
+    first.max_blocks = 4
+
+    pool.before_step(A, num_wanted=2)
+
+    assert not pool.orders
+    pool.policy.note_freed()
+    pool.before_step(A, num_wanted=2)
+    assert kinds(pool.orders) == [AskForKv]
+
+
+def later_stage(num_blocks: int) -> SimulatedModel:
+    one = hosted(num_blocks=num_blocks, hold=Hold.PINNED)
+    one.is_later_stage = True
+    return one
+
+
+@pytest.mark.parametrize("is_promised", [True, False])
+def test_a_later_stage_is_asked_for_what_it_was_lent_when_all_else_is_used_up(is_promised: bool) -> None:
+    grower = hosted(floor_blocks=4 if is_promised else 0)
+    grower.num_waiting = 1
+    idle = hosted(weights_bytes=2)
+    pool = pool_of(a=grower, b=idle, c=later_stage(5), d=later_stage(4))
+
+    assert pool.before_step(A, num_wanted=4) == 2
+
+    asked = [order for order in pool.orders if isinstance(order, AskKvBack)]
+    assert {(order.model, order.num_blocks) for order in asked} == {(C, 4)}, "four are promised to each"
+    assert asked[-1].is_promised is is_promised
+    assert idle.there_bytes == 0
+
+
+def test_the_first_stage_gives_back_exactly_what_another_needs() -> None:
+    first = hosted(num_blocks=12, running=(3, 3), num_cached=4)
+    pool = pool_of(a=first)
+
+    assert pool.run(pool.policy.give_back(A, 11, may_preempt=False)) == 1
+    assert pool.run(pool.policy.give_back(A, 7, may_preempt=False)) == 1, "it will fill four next"
+    assert pool.run(pool.policy.give_back(A, 7, may_preempt=True)) == 3
+    assert (first.num_blocks, first.running, first.num_cached) == (7, [3, 3], 1)
 
 
 def test_nobody_is_preempted_for_what_is_not_promised() -> None:

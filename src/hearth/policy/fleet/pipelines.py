@@ -5,8 +5,8 @@ of several, then the fewest nodes, and of these the ones with the fastest links.
 the slowest stage is as fast as it can be. Members are in the order of their ids.
 
 A pipeline takes no turns: it is formed only if the promises of all its members fit at once. So no two models
-wait for each other's workers, and it needs no more room later. KV is one full context, and up to half of the
-room that is left on every member.
+wait for each other's workers, and it needs no more room later. One full context of KV is promised on every
+member; more is lent, as `policy/memory/stage_kv.py` says.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PlannedStage:
 class PipelinePlan:
     stages: tuple[PlannedStage, ...]
     victims: tuple[Victim, ...]  #: to be evicted, each once
-    num_blocks: int  #: of KV on every member, without the sink
+    num_blocks: int  #: of KV promised on every member, without the sink
     takes_turns: bool = False  #: other models on its workers do not fit together
 
 
@@ -89,12 +89,7 @@ def _plan_in_room(
 ) -> PipelinePlan:
     chosen = [victim for stage in stages for victim in _choose_victims(fleet, stage, going)]
     victims = tuple({victim.replica: victim for victim in chosen}.values())
-    num_blocks = sizes.context_blocks
-    if going is not BUSY:
-        more = min(_blocks_beside(sizes, stage, victims) for stage in stages)
-        num_blocks = min(num_blocks + more, sizes.max_blocks)
-    stages = tuple(_stage(sizes, one.worker, one.begin, one.end, num_blocks) for one in stages)
-    return PipelinePlan(stages, victims, num_blocks, takes_turns=going is BUSY)
+    return PipelinePlan(stages, victims, sizes.context_blocks, takes_turns=going is BUSY)
 
 
 def plan_over(fleet: Fleet, sizes: StageSizes, workers: list[Worker]) -> PipelinePlan | None:
@@ -167,11 +162,9 @@ def _stages(sizes: StageSizes, members: list[Worker], shares: list[int]) -> tupl
     return tuple(stages)
 
 
-def _stage(
-    sizes: StageSizes, worker: Worker, begin: int, end: int, num_blocks: int | None = None
-) -> PlannedStage:
+def _stage(sizes: StageSizes, worker: Worker, begin: int, end: int) -> PlannedStage:
     is_first, is_last = begin == 0, end == sizes.num_layers
-    footprint = sizes.footprint(end - begin, is_first=is_first, is_last=is_last, num_blocks=num_blocks)
+    footprint = sizes.footprint(end - begin, is_first=is_first, is_last=is_last)
     num_bytes = sizes.stored.of(end - begin, is_first=is_first, is_last=is_last)
     return PlannedStage(worker, begin, end, footprint, num_bytes)
 
@@ -215,14 +208,3 @@ def _choose_victims(fleet: Fleet, stage: PlannedStage, going: Hold | None) -> tu
         victims,
         lambda left: left.can_take_turns(footprint) and _has_room_now(left, footprint, lent_bytes),
     )
-
-
-def _blocks_beside(sizes: StageSizes, stage: PlannedStage, victims: tuple[Victim, ...]) -> int:
-    """Return how many blocks of KV fit into half of the room that a stage leaves on its worker."""
-    worker, promises = stage.worker, stage.worker.promises.copy()
-    for replica in (victim.replica for victim in victims):
-        if worker in replica.workers:
-            promises.release(replica.promise_on(worker), replica.booked_hold)
-    promises.add(stage.footprint.promise, Hold.BUSY)
-    num_units = max(0, promises.free_bytes) // 2 // sizes.kv_unit_bytes
-    return num_units * sizes.kv_unit_bytes // sizes.block_bytes(stage.end - stage.begin)

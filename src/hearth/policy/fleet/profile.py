@@ -74,7 +74,7 @@ class PartBytes:
 class StageSizes:
     """Sizes by which the memory of any stage of a model is computed. A stage has consecutive layers.
 
-    Stages take no turns, and all their KV is promised, because all of a pipeline have the same blocks.
+    Stages take no turns. One full context is promised; more KV is lent, the same blocks on all stages.
     """
 
     num_layers: int  #: of the whole model
@@ -97,19 +97,18 @@ class StageSizes:
     def block_bytes(self, num_layers: int) -> int:
         return num_layers * self.kv_layer_bytes
 
-    def footprint(
-        self, num_layers: int, *, is_first: bool, is_last: bool, num_blocks: int | None = None
-    ) -> Footprint:
-        """Return the memory of a stage with so many blocks of KV beside the sink; None: one full context."""
+    def footprint(self, num_layers: int, *, is_first: bool, is_last: bool) -> Footprint:
         block_bytes = self.block_bytes(num_layers)
         placed_bytes = self.placed.of(num_layers, is_first=is_first, is_last=is_last) + self.spare_bytes
         weights_bytes = _up_to(placed_bytes, self.unit_bytes) + self.num_lost_blocks * block_bytes
-        kv_blocks = 1 + (self.context_blocks if num_blocks is None else num_blocks)
-        kv_bytes = _up_to(kv_blocks * block_bytes, self.kv_unit_bytes)
+        kv_bytes, max_kv_bytes = (  # with the sink
+            _up_to((1 + num_blocks) * block_bytes, self.kv_unit_bytes)
+            for num_blocks in (self.context_blocks, self.max_blocks)
+        )
         return Footprint(
             fixed_bytes=weights_bytes + self.workspace_bytes + self.tables_bytes,
             min_kv_bytes=kv_bytes,
-            max_kv_bytes=kv_bytes,
+            max_kv_bytes=max_kv_bytes,
             workspace_bytes=self.workspace_bytes,
             tables_bytes=self.tables_bytes,
             max_seqs=self.max_seqs,

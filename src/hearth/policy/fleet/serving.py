@@ -240,9 +240,9 @@ def form_pipeline(fleet: Fleet, replica: Replica, plan: PipelinePlan) -> list[Ac
     members = tuple(Member(one.worker.name, one.begin, one.end, one.worker.gpu) for one in plan.stages)
     unique = name if replica.is_temporary else f"{name}-{replica.number}"
     pipeline = Pipeline(unique, members, plan.num_blocks)
-    needs = [(one.worker.name, one.footprint) for one in plan.stages]
+    needs = [(one.worker, one.footprint) for one in plan.stages]
     return [
-        LoadModel(name, worker, one.min_kv_bytes, one.max_kv_bytes, one.promise, pipeline)
+        LoadModel(name, worker.name, one.min_kv_bytes, _max_kv_bytes(worker, one), one.promise, pipeline)
         for worker, one in needs
     ]
 

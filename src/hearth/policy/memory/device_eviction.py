@@ -4,7 +4,8 @@
     and only for promised memory: KV of paused models, KV of running requests, workspaces of idle and paused
     models in an arena, pinned adapters, sampler tables
 
-Each is touched only when all before it is used up.
+Each is touched only when all before it is used up. A later stage of a pipeline uses the blocks that the first
+one does, so that one is asked for them when all else is used up, and they come later.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Protocol
 from hearth.core.types import Hold, ModelId, SamplingTable
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.reclaim_orders import (
+    AskKvBack,
     ClearKv,
     DropAdapter,
     Orders,
@@ -37,6 +39,7 @@ class KvView:
     num_blocks: int
     num_available: int  #: of `num_blocks`: free or cached
     reserve_blocks: int  #: that running requests will fill next; 0 while the model is paused
+    shared_max_blocks: int = 0  #: of the first stage of a pipeline: up to how many it may ask the others for
     due_in_s: float = 0.0  #: of a paused model: until its next token is due
 
 
@@ -50,6 +53,9 @@ class TablesView:
 class ModelBooks(Protocol):
     def models(self) -> Collection[ModelId]:
         """Return the hosted models with an engine, which may have KV."""
+
+    def later_stages(self) -> Collection[ModelId]:
+        """Return the hosted stages whose KV follows that of the first stage, on another worker."""
 
     def kv_of(self, model: ModelId) -> KvView: ...
 
@@ -97,7 +103,19 @@ class DeviceEviction:
             freed += yield from self.free_adapters(num_bytes - freed, is_promised=True)
         if freed < num_bytes and may_preempt:
             freed += yield from self._spill_tables(num_bytes - freed)
+        if freed < num_bytes:
+            yield from self._ask_back(num_bytes - freed, beside, is_promised=may_preempt)
         return freed
+
+    def _ask_back(self, num_bytes: int, beside: ModelId | None, *, is_promised: bool) -> Orders:
+        for model in self.books.later_stages():
+            kv = self.books.kv_of(model)
+            num_lent = kv.num_blocks - kv.floor_blocks
+            num_blocks = min(num_lent, -(-num_bytes // kv.block_bytes))
+            if model != beside and num_blocks > 0:
+                yield AskKvBack(model, kv.num_blocks - num_blocks, is_promised)
+                num_bytes -= num_blocks * kv.block_bytes
+        return 0
 
     def _spill_tables(self, num_bytes: int) -> Orders:
         """Move tables out of the pool, also those of the model that memory is freed for."""

@@ -17,6 +17,7 @@ from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.device_eviction import DeviceEviction, ModelBooks
 from hearth.policy.memory.reclaim_orders import (
+    AskForKv,
     ClearKv,
     DropAdapter,
     DropTable,
@@ -166,12 +167,41 @@ class ReclaimPolicy:
 
     # KV.
 
-    def take_floor(self, model: ModelId, num_blocks: int) -> Orders:
-        """Give a model promised KV before it has requests; return how many blocks it got."""
+    def take(self, model: ModelId, num_blocks: int, needed_blocks: int, *, is_promised: bool) -> Orders:
+        """Give a stage KV before its next step; return how many blocks it got.
+
+        `needed_blocks`: for so many of them others give way.
+        """
         num_got = yield GrowKv(model, num_blocks, 0)
-        if num_got < num_blocks:
-            num_got += yield from self._grow_by_force(model, num_blocks - num_got, 0, is_promised=True)
+        num_short = needed_blocks - num_got
+        if num_short > 0 and (is_promised or not self._refused.is_known(model, self.generation)):
+            num_more = yield from self._grow_by_force(model, num_short, 0, is_promised=is_promised)
+            num_got += num_more
+            if num_more < num_short:
+                self._refused.note(model, self.generation)
         return num_got
+
+    def give_back(self, model: ModelId, num_blocks: int, *, may_preempt: bool) -> Orders:
+        """Take blocks of the first stage of a pipeline until it has `num_blocks`, for another stage."""
+        kv, num_given = self._books.kv_of(model), 0
+        if not may_preempt:
+            num_spare = max(0, kv.num_available - kv.reserve_blocks)
+            num_blocks = max(num_blocks, kv.num_blocks - num_spare)
+        for preempts in (False, True) if may_preempt else (False,):
+            while num_taken := (
+                yield from self._give_tail(model, kv.num_blocks - num_blocks - num_given, preempts)
+            ):
+                num_given += num_taken
+        self.note_freed()
+        return num_given
+
+    def _give_tail(self, model: ModelId, most_blocks: int, may_preempt: bool) -> Orders:
+        """Take one extent, or up to `most_blocks` of it; return how many blocks, or 0 if none can go."""
+        for extent in self._books.extents(model) if most_blocks > 0 else ():
+            tail = extent[-most_blocks:]
+            if num_taken := (yield ClearKv(model, tail, may_preempt, keeps_floor=True, may_forget=True)):
+                return num_taken
+        return 0
 
     def before_step(self, model: ModelId, elastic: Elastic, use: KvUse) -> Orders:
         """Give a model the tables and, as far as possible, the KV that its next step wants.
@@ -186,6 +216,11 @@ class ReclaimPolicy:
             return 0
         self._asked_ahead[model] = asked
         kv = self._books.kv_of(model)
+        wanted_blocks = kv.num_blocks + growth.now_blocks + growth.ahead_blocks
+        is_refused = self._refused.is_known(model, self.generation)
+        if kv.max_blocks < min(wanted_blocks, kv.shared_max_blocks) and not is_refused:
+            needed_blocks = kv.num_blocks + growth.now_blocks - self._books.cached_to_spare(model)
+            yield AskForKv(model, min(wanted_blocks + kv.reserve_blocks, kv.shared_max_blocks), needed_blocks)
         wanted, growth = growth.now_blocks, growth.within(kv.max_blocks - kv.num_blocks)
         short, ahead = growth.now_blocks, growth.ahead_blocks
         if (short or ahead) and not self._without_free.is_known(model, self.generation):

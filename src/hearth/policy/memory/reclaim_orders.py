@@ -94,9 +94,29 @@ class DropAdapter:
     adapter: AdapterId
 
 
+@dataclass(frozen=True, slots=True)
+class AskForKv:
+    """Ask the other members of a pipeline for so many blocks in all. Outcome: 0, as they answer later."""
+
+    model: ModelId
+    num_blocks: int
+    needed_blocks: int  #: of these: for the others only free memory is taken
+
+
+@dataclass(frozen=True, slots=True)
+class AskKvBack:
+    """Ask the first member of a pipeline for the blocks beyond so many. Outcome: 0, as they come later."""
+
+    model: ModelId
+    num_blocks: int
+    is_promised: bool  #: to another model: requests of this one have to give way
+
+
 ReclaimOrder = (
     GrowKv
     | ClearKv
+    | AskForKv
+    | AskKvBack
     | TakeWeights
     | TakeWorkspaces
     | PlaceTable
