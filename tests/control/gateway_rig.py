@@ -90,6 +90,7 @@ class GatewayRig:
             config,
             Devices("cpu", (0,), 1),
             data_dir.path,
+            data_dir.run_path,
             None,
             None,  # type: ignore[arg-type] # no worker connects
             self.driver.fail_all,
@@ -141,7 +142,6 @@ class GatewayRig:
         self.driver.receive(DecodedFact(link, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
 
     def close(self) -> None:
-        self.local._stack.close()
         self.registry.close()
         self.driver.close()
         self.journal.close()

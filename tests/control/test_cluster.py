@@ -110,7 +110,7 @@ async def heading(rig: GatewayRig, data_dir: DataDir, *, is_encrypted: bool = Tr
         rig.metrics,
     )
     try:
-        await cluster.start(data_dir.path / "cluster")
+        await cluster.start(data_dir.path / "cluster", data_dir.run_path / "agent.sock")
         assert cluster._port is not None
         yield HeadRig(rig, cluster, cluster._port.port, nodes)
     finally:

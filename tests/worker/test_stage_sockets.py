@@ -23,7 +23,7 @@ from hearth.core.types import LOCAL, NodeId, WorkerId, stage_socket
 from hearth.node.agent_socket import AgentSocket
 from hearth.node.channel import Channel, ClusterPort
 from hearth.node.devices import Devices
-from hearth.node.local_node import LocalNode, new_socket_path
+from hearth.node.local_node import AGENT_SOCKET, LocalNode, socket_directory
 from hearth.node.tickets import TicketCheck
 from hearth.store.transfer import data_connection
 from hearth.store.transfer.data_connection import call, show_ticket
@@ -80,21 +80,21 @@ async def a_worker(head: HeadRig, name: str, path: Path) -> AsyncIterator[StageW
     """A node that has joined, and its worker, which is linked. Of its agent the processes are missing."""
     (path / "run").mkdir(parents=True)
     async with AsyncExitStack() as stack:
-        questions, agent_socket = AgentSocket(), new_socket_path(path, "agent", stack)
+        questions, sockets = AgentSocket(), stack.enter_context(socket_directory(path))
         devices, credentials = Devices("cpu", (0,), 1), head.nodes[name].path
         local = LocalNode(
             HearthConfig(),
             devices,
             path,
+            sockets,
             None,
             Record(),
-            agent_socket=agent_socket,
             credentials=credentials,
         )
         stack.push_async_callback(local.close)
         port = ClusterPort("127.0.0.1", 0, local.take_data)
         stack.push_async_callback(port.close)
-        stack.callback((await questions.listen(agent_socket)).close)
+        stack.callback((await questions.listen(sockets / AGENT_SOCKET)).close)
         channel = await head.connect(name)
         stack.callback(channel.close)
         channel.send(msgspec.structs.replace(HELLO, name=name, port=port.port))
@@ -226,7 +226,6 @@ def test_a_worker_of_another_node_is_not_admitted_by_the_name_of_a_node(tmp_path
 def test_a_ticket_is_good_for_one_connection_to_what_it_names(tmp_path: Path) -> None:
     async def scene(head: HeadRig) -> None:
         async with two_workers(head, tmp_path) as (one, two):
-            assert two.local._peers_socket is not None
             with socket.socket(socket.AF_UNIX) as store:
                 store.bind(str(two.local._peers_socket))
                 store.listen()
@@ -319,7 +318,6 @@ def test_workers_of_one_machine_connect_directly_and_may_send_a_descriptor_at_on
         taken: SimpleQueue[tuple[socket.socket, bool]] = SimpleQueue()
         own, other = WorkerId("gpu-2/w0.3"), WorkerId("gpu-2/w1")
         with closing(StageListener(place, own, None, lambda end, source: taken.put((end, source is None)))):
-            assert (place / "w0.3.sock").stat().st_mode & 0o777 == 0o600
             memory = os.memfd_create("hidden")
             os.write(memory, b"states")
             with connect_to_worker(own, other, place, None, None) as near:

@@ -74,8 +74,11 @@ class Cluster:
         self._answering: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, path: Path) -> None:
-        """Listen, with the credentials in `path`. Call it when the keeper is ready. Raises ConfigError."""
+    async def start(self, path: Path, agent_socket: Path) -> None:
+        """Listen, with the credentials in `path`. Call it when the keeper is ready. Raises ConfigError.
+
+        `agent_socket`: where workers of this machine ask.
+        """
         credentials, cluster = Credentials.open(path), self._config.cluster
         assert credentials is not None, "made with the authority"
         self._nodes.local.admit_data(TicketCheck(self._own_tickets.key), is_encrypted=cluster.encrypt_weights)
@@ -84,9 +87,8 @@ class Cluster:
             self._nodes.local.take_data,
             Control(credentials.server_context(), self._serve, self._authority.is_member),
         )
-        assert self._nodes.local.agent_socket is not None, "it has credentials"
         self._questions.head_found(self._answer_own)
-        self._answering = await self._questions.listen(self._nodes.local.agent_socket)
+        self._answering = await self._questions.listen(agent_socket)
         self.models_changed()
         works = (self._watch(), self._report(), self._tell_places())
         self._tasks = [run_vital(work) for work in works]

@@ -43,7 +43,7 @@ from hearth.core.config import CPU_HOST_BYTES, ClusterConfig, HearthConfig, Serv
 from hearth.core.errors import ConfigError, SnapshotError
 from hearth.core.types import LOCAL, Pace, pool_of
 from hearth.node.devices import Devices
-from hearth.node.local_node import LocalNode
+from hearth.node.local_node import AGENT_SOCKET, LocalNode, socket_directory
 from hearth.node.process_log import ProcessLog, logs_to_stderr
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_template import WorkerTemplate
@@ -153,10 +153,12 @@ async def running(
                 "`service.workers` is 0, which only the head of a cluster can have: its nodes have the "
                 "workers; make this machine a head with `hearth cluster init`, or leave the setting out"
             )
+        sockets = stack.enter_context(socket_directory(data_dir.path))
         local = LocalNode(
             config,
             devices,
             data_dir.path,
+            sockets,
             process_log.fd,
             receiver,
             lambda _: fail_if_out(),
@@ -201,7 +203,7 @@ async def running(
             reports.tell_nodes = cluster.count_requests
             deployments.tell_nodes = cluster.models_changed
             stack.push_async_callback(cluster.close)
-            await cluster.start(cluster_path)
+            await cluster.start(cluster_path, sockets / AGENT_SOCKET)
             if ray_process is not None:
                 ray_process.start()
                 driver.add_sink(cluster.observe)

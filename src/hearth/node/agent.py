@@ -29,7 +29,7 @@ from hearth.node.credentials import Credentials
 from hearth.node.devices import Devices
 from hearth.node.join import renew_if_due
 from hearth.node.link import FrameLink
-from hearth.node.local_node import LocalNode, new_socket_path
+from hearth.node.local_node import AGENT_SOCKET, LocalNode, socket_directory
 from hearth.node.processes import ErrorFile
 from hearth.node.relay import WorkerRelay
 from hearth.node.tickets import TicketCheck
@@ -74,12 +74,12 @@ class Agent:
     async def run(self) -> None:
         """Serve until cancelled. Raises HearthError: the head has refused the node, or workers cannot run."""
         async with AsyncExitStack() as stack:
+            self._sockets = stack.enter_context(socket_directory(self._path))
             stack.push_async_callback(self._close_local)
             cluster = self._config.cluster
             port = ClusterPort(*parse_address(cluster.listen), self._take_data)
             stack.push_async_callback(port.close)
-            self._socket = new_socket_path(self._path, "agent", stack)
-            server = await self._questions.listen(self._socket)
+            server = await self._questions.listen(self._sockets / AGENT_SOCKET)
             stack.callback(server.close)
             host_bytes = self._config.store.host_bytes
             seen_at = (None, port.port) if cluster.address is None else parse_address(cluster.address)
@@ -180,11 +180,12 @@ class Agent:
                 config,
                 self._devices,
                 self._path,
+                self._sockets,
                 self._errors,
                 self,
                 template=self._template,
-                agent_socket=self._socket,
                 credentials=self._credentials.path,
+                is_head=False,
             )
             try:
                 await local.start()
