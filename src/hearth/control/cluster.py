@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
@@ -35,9 +33,6 @@ from hearth.node.link import FrameLink, WorkerReceiver
 from hearth.node.processes import run_vital
 from hearth.node.tickets import TicketCheck, TicketIssuer
 from hearth.policy.fleet import events
-
-#: Of a node's report of a model: 2 TiB in chunks of 16 MiB.
-MAX_MASK_BYTES = 16 << 10
 
 log = logging.getLogger(__name__)
 
@@ -182,14 +177,13 @@ class Cluster:
         match message:
             case messages.NodePulse():
                 node.pulse = message
-                self._reports.chunks_not_kept(node.node_id, max(0, message.num_not_kept))
+                self._reports.chunks_not_kept(node.node_id, message.num_not_kept)
                 node.channel.send(messages.HeadPulse())
             case messages.ChunkReport(models):
                 self._chunks_held(node, models)
             case messages.LinkReport(links):
                 for link in links:
-                    is_known = link.source == LOCAL or link.source in self._nodes.others
-                    if is_known and 0 < link.bytes_per_s < math.inf:
+                    if link.source == LOCAL or link.source in self._nodes.others:
                         node.speeds[link.source] = link
                         self._link_measured(link, node.node_id)
             case messages.AskSources() | messages.AskTicket():
@@ -199,17 +193,12 @@ class Cluster:
 
     def _chunks_held(self, node: RemoteNode, models: Sequence[messages.HeldChunks]) -> None:
         """Note what a node has, and have it forget what was removed while it was away."""
+        update_held(node.held, models)
         known = self._places()
         for held in models:
-            if held.model not in known and any(held.host + held.disk):
+            if held.model in node.held and held.model not in known:
                 node.channel.send(messages.ForgetChunks(held.model))
-        kept = [
-            held
-            for held in models
-            if held.model in known and max(len(held.host), len(held.disk)) <= MAX_MASK_BYTES
-        ]
-        node.held |= {held.model: held for held in kept}
-        self._reports.node_reported(node.node_id, kept)
+        self._reports.node_reported(node.node_id, models)
 
     def _link_measured(self, link: messages.LinkSpeed, target: NodeId) -> None:
         self._metrics.link_speed.labels(name_of(link.source), name_of(target)).set(link.bytes_per_s)
@@ -219,18 +208,10 @@ class Cluster:
 
     def _open_worker(self, channel: Channel, opened: messages.WorkerOpened) -> None:
         node, worker = self._nodes.others.get(opened.node), opened.hello.worker
-        if node is None or node.name != channel.peer or worker in node.links:
+        if node is None or node.name != channel.peer or node_of(worker) != opened.node:
             self._metrics.cluster_stale.inc()  # of an earlier life
             log.info("worker_refused worker=%s reason=`its node has another life`", worker)
             return
-        is_well_named = (
-            re.fullmatch(rf"{re.escape(opened.node)}/w\d{{1,6}}(\.\d{{1,9}})?", worker) is not None
-        )
-        is_full = len(node.links) >= 2 * len(node.hello.devices)  # a successor may be early
-        if not is_well_named or worker in node.past_workers or is_full or opened.hello.budget_bytes <= 0:
-            log.warning("worker_refused worker=%s reason=`not a new one of node %s`", worker, opened.node)
-            return
-        node.past_workers.add(worker)
         try:
             channel.become_link(worker, self)
         except ConnectionResetError:
@@ -273,7 +254,7 @@ class Cluster:
             if self._num_starts_told != self._nodes.local.supervisor.keeper.num_starts:
                 self.models_changed()
             held, _ = await self._nodes.local.changes()  # the head fetches from no node
-            self._own_held |= {one.model: one for one in held}
+            update_held(self._own_held, held)
 
     async def _tell_places(self) -> None:
         """Tell the keeper of this machine what others may ask of it, and all others what was removed."""
@@ -326,11 +307,7 @@ class Cluster:
 
     def _sources(self, number: int, model: Digest, asking: NodeId) -> messages.Sources:
         all_held = {LOCAL: self._own_held} | {one.node_id: one.held for one in self._nodes.others.values()}
-        held_by = {
-            node: held[model]
-            for node, held in all_held.items()
-            if model in held and any(held[model].host + held[model].disk)
-        }
+        held_by = {node: held[model] for node, held in all_held.items() if model in held}
         links = [link for one in self._nodes.others.values() for link in one.speeds.values()]
         is_here = "://" not in self._places().get(model, "://")
         senders: dict[NodeId, messages.HeldChunks | None] = {
@@ -453,3 +430,10 @@ class Cluster:
             if replica.worker.node == node
         }
         return {model: sources for model, sources in loading.items() if sources}
+
+
+def update_held(held: dict[Digest, messages.HeldChunks], changed: Sequence[messages.HeldChunks]) -> None:
+    for one in changed:
+        held[one.model] = one
+        if not any(one.host + one.disk):
+            del held[one.model]

@@ -30,8 +30,7 @@ class RemoteNode:
         self.tickets = TicketIssuer()
         self.num_silent_pulses = 0
         self.links: dict[WorkerId, FrameLink] = {}
-        self.past_workers: set[WorkerId] = set()  #: linked in this life, each once
-        self.held: dict[Digest, messages.HeldChunks] = {}
+        self.held: dict[Digest, messages.HeldChunks] = {}  #: of models that it has chunks of
         self.speeds: dict[NodeId, messages.LinkSpeed] = {}
         self.pulse = messages.NodePulse((), 0)
 
