@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
@@ -58,6 +59,7 @@ class Cluster:
         self._config, self._places, self._multicasts = config, places, multicasts
         self._reports, self._metrics = reports, metrics
         self._drained: set[str] = set()  #: names of nodes
+        self._num_lives: Counter[str] = Counter()  #: of nodes, by name: no id is given twice
         self._reasons: dict[str, str] = {}  #: why nodes were lost last, by name
         self._own_tickets = TicketIssuer()
         self._own_held: dict[Digest, messages.HeldChunks] = {}
@@ -113,19 +115,13 @@ class Cluster:
                 self._open_worker(channel, first)
 
     async def _serve_node(self, channel: Channel, hello: messages.NodeHello) -> None:
-        if (refused := self._refusal(channel, hello)) is None:
-            try:
-                node_id = await asyncio.to_thread(self._authority.begin_life, hello.name)
-            except OSError as error:
-                log.error("node_not_admitted name=%s reason=%s", hello.name, error)
-                reason = f"the head cannot write its record of nodes: {error}; free space there"
-                channel.send(messages.NodeRefused(reason, is_final=False))
-                return
-            refused = self._refusal(channel, hello)  # another of that name may have joined meanwhile
-        if refused is not None:
+        if (refused := self._refusal(channel, hello)) is not None:
             log.warning("node_refused name=%s reason=%s", hello.name, refused.reason)
             channel.send(refused)
             return
+        life = self._num_lives[hello.name]
+        self._num_lives[hello.name] += 1
+        node_id = NodeId(f"{hello.name}.{life}" if life else hello.name)
         node = RemoteNode(node_id, hello, channel)
         self._nodes.others[node_id] = node
         channel.send(
