@@ -71,7 +71,6 @@ class RayProcess:
 
     def start(self) -> None:
         """Have nodes started. Call it when the head listens."""
-        self._go()
         self._keeping = processes.run_vital(self._keep())
 
     async def close(self) -> None:
@@ -98,6 +97,10 @@ class RayProcess:
         num_short_lives = 0
         while True:
             assert self._process is not None, "it was started before"
+            if self._process.returncode is None:
+                self._orders = self._process.stdin
+                assert self._orders is not None, "asked for a pipe"
+                self._orders.write(b"\n")
             began_s = time.monotonic()
             code = await self._process.wait()
             self._orders = None
@@ -110,14 +113,6 @@ class RayProcess:
                 await self.connect()
             except (HearthError, OSError) as error:
                 log.error("ray_not_reached reason=%s", error)
-            else:
-                self._go()
-
-    def _go(self) -> None:
-        assert self._process is not None, "it was started before"
-        self._orders = self._process.stdin
-        assert self._orders is not None, "asked for a pipe"
-        self._orders.write(b"\n")
 
 
 async def run() -> int:

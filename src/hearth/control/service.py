@@ -39,7 +39,7 @@ from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
-from hearth.core.config import CPU_HOST_BYTES, ClusterConfig, HearthConfig, ServiceConfig
+from hearth.core.config import ClusterConfig, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
 from hearth.core.types import LOCAL, Pace, pool_of
 from hearth.node.devices import Devices
@@ -277,16 +277,6 @@ def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
         except SnapshotError as error:
             return str(error)
     return None
-
-
-def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
-    if devices.kind == "cpu" and config.store.unused_host_bytes:
-        log.warning(
-            "fallback host_bytes=%d reason=`a CPU holds models in its own memory alone, given: %d` "
-            "remedy=`raise service.memory_bytes instead`",
-            CPU_HOST_BYTES,
-            config.store.host_bytes,
-        )
 
 
 def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hearth.core.config import ServiceConfig, StoreConfig
+from hearth.core.config import CPU_HOST_BYTES, ServiceConfig, StoreConfig
 from hearth.core.errors import ConfigError, DeviceError
 from hearth.system.cpus import num_usable_cores
 from hearth.system.host_memory import machine_bytes
@@ -73,6 +73,14 @@ def resolve(service: ServiceConfig) -> Devices:
 
 
 def check_host_memory(store: StoreConfig, devices: Devices) -> None:
+    """Raises ConfigError if the machine never has it; logs that a CPU does not use it."""
+    if devices.kind == "cpu" and store.unused_host_bytes:
+        log.warning(
+            "fallback host_bytes=%d reason=`a CPU holds models in its own memory alone, given: %d` "
+            "remedy=`raise service.memory_bytes instead`",
+            CPU_HOST_BYTES,
+            store.host_bytes,
+        )
     limit_bytes = machine_bytes()
     if devices.kind == "cuda" and store.host_bytes > limit_bytes:
         raise ConfigError(
