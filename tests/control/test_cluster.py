@@ -19,7 +19,7 @@ from hearth.control.multicasts import Multicasts
 from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.core import messages
 from hearth.core.config import ClusterConfig, HearthConfig
-from hearth.core.errors import RequestError
+from hearth.core.errors import RequestError, StoreError
 from hearth.core.node_messages import (
     VERSION,
     AskSources,
@@ -406,5 +406,30 @@ def test_a_model_that_was_removed_and_returns_is_not_taken_to_be_where_it_was(da
         head.known = known
         two.send(AskSources(1, MODEL))
         assert await two.receive() == Sources(1, ())
+
+    play(data_dir, scene)
+
+
+def test_a_keeper_that_did_not_answer_is_told_again_what_others_may_ask_of_it(
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[dict[Digest, str]]()
+
+    async def set_known_models(known: dict[Digest, str]) -> None:
+        told.append(known)
+        if len(told) == 2:
+            raise StoreError("the keeper has not answered for 10 s")
+
+    async def scene(head: HeadRig) -> None:
+        keeper = head.rig.local.keeper
+        monkeypatch.setattr(keeper, "set_known_models", set_known_models)
+        head.rig.supervisor.keeper.num_starts = 1
+        while not told:
+            await asyncio.sleep(0.005)
+        head.known = {Digest("e" * 64): "/models/other"}
+        head.cluster.models_changed()
+        while len(told) < 3:
+            await asyncio.sleep(0.005)
+        assert told[0] != told[1] == told[2]
 
     play(data_dir, scene)

@@ -64,7 +64,7 @@ class Cluster:
         self._own_tickets = TicketIssuer()
         self._own_held: dict[Digest, messages.HeldChunks] = {}
         self._known: dict[Digest, str] = {}  #: what the keeper of this machine was told
-        self._num_starts_told = 0  #: the life of the keeper that was told last
+        self._num_starts_told = 0  #: the life of the keeper that was told last; 0: it has to be told
         self._are_places_stale = asyncio.Event()
         self._port: ClusterPort | None = None
         self._questions = AgentSocket()  #: of the workers of this machine
@@ -265,8 +265,9 @@ class Cluster:
             try:
                 await local.keeper.set_known_models(self._known)
                 self._num_starts_told = num_starts
-            except (HearthError, OSError) as error:  # it is being replaced, and told again then
+            except (HearthError, OSError) as error:
                 log.warning("keeper_not_told reason=%s", error)
+                self._num_starts_told = 0  # so that `_report` has it told again
 
     def observe(self, _: events.Event, actions: Sequence[events.Action]) -> None:
         """Expect the end of machines that are given back: their manager may end workers before the agent."""
