@@ -25,9 +25,8 @@ from hearth.core.config import HearthConfig, parse_address
 from hearth.core.errors import HearthError, RequestError
 from hearth.core.messages import WorkerEnded
 from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, name_of, node_of
-from hearth.node.agent import MAX_SILENT_PULSES, PULSE_S
 from hearth.node.agent_socket import AgentSocket
-from hearth.node.channel import Channel, ClusterPort, Control
+from hearth.node.channel import PULSE_S, Channel, ClusterPort, Control
 from hearth.node.credentials import Authority, Credentials
 from hearth.node.join import answer_stranger
 from hearth.node.link import FrameLink, WorkerReceiver
@@ -139,14 +138,11 @@ class Cluster:
         log.info("node_joined node=%s host=%s devices=`%s`", node_id, channel.host, ", ".join(hello.devices))
         try:
             while (message := await channel.receive()) is not None and node_id in self._nodes.others:
-                node.num_silent_pulses = 0
                 self._take(node, message)
         finally:
             self._lose(node, channel.why_ended or "it closed the connection")
 
     def _refusal(self, channel: Channel, hello: messages.NodeHello) -> messages.NodeRefused | None:
-        if channel.peer is None or not self._authority.is_member(channel.peer, channel.key):
-            return messages.NodeRefused("the node was removed; join again with a token")
         if hello.name != channel.peer:
             return messages.NodeRefused(
                 f"the certificate is that of `{channel.peer}`, the node calls itself `{hello.name}`"
@@ -159,7 +155,7 @@ class Cluster:
                 f"{version - 1} and {version}; upgrade Hearth {remedy}"
             )
         for node in [node for node in self._nodes.others.values() if node.name == hello.name]:
-            if node.num_silent_pulses > 1:  # it noticed before the head that its connection was cut
+            if node.channel.num_silent_pulses > 1:  # it noticed before the head that its connection was cut
                 self._lose(node, "it joins again")
                 continue
             return messages.NodeRefused(
@@ -238,10 +234,8 @@ class Cluster:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(PULSE_S)
-            for node in list(self._nodes.others.values()):
-                node.num_silent_pulses += 1  # time in which this process did not run counts once
-                if node.num_silent_pulses > MAX_SILENT_PULSES:
-                    self._lose(node, f"it was silent for {MAX_SILENT_PULSES * PULSE_S:g} s")
+            for node in self._nodes.others.values():
+                node.channel.count_pulse()
             if (outage := self._nodes.outage()) is not None:
                 self._driver.fail_all(outage)
 

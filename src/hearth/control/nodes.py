@@ -28,7 +28,6 @@ class RemoteNode:
     def __init__(self, node_id: NodeId, hello: messages.NodeHello, channel: Channel) -> None:
         self.node_id, self.hello, self.channel = node_id, hello, channel
         self.tickets = TicketIssuer()
-        self.num_silent_pulses = 0
         self.links: dict[WorkerId, FrameLink] = {}
         self.held: dict[Digest, messages.HeldChunks] = {}  #: of models that it has chunks of
         self.speeds: dict[NodeId, messages.LinkSpeed] = {}

@@ -24,7 +24,7 @@ from hearth.core.errors import HearthError, JoinRefused, Unreachable
 from hearth.core.messages import WorkerEnded, WorkerHello
 from hearth.core.types import HEAD, NodeId, where_on_nodes
 from hearth.node.agent_socket import AgentSocket
-from hearth.node.channel import Channel, ClusterPort, connect
+from hearth.node.channel import PULSE_S, Channel, ClusterPort, connect
 from hearth.node.credentials import Credentials
 from hearth.node.devices import Devices
 from hearth.node.join import renew_if_due
@@ -35,8 +35,6 @@ from hearth.node.relay import WorkerRelay
 from hearth.node.tickets import TicketCheck
 from hearth.node.worker_template import WorkerTemplate
 
-#: Between two pulses. A peer that sends nothing for `MAX_SILENT_PULSES` of them is lost.
-PULSE_S, MAX_SILENT_PULSES = 0.5, 6
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 #: Between two looks at the certificate's age, besides those before each connection.
 RENEWAL_S = 86400.0
@@ -68,7 +66,6 @@ class Agent:
         self._relays: dict[FrameLink, WorkerRelay] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._questions = AgentSocket()
-        self._silent_pulses = 0
         self._tickets = TicketCheck(b"")  #: of the present life
 
     async def run(self) -> None:
@@ -139,7 +136,7 @@ class Agent:
 
     async def _live(self, channel: Channel, welcome: messages.NodeWelcome) -> str:
         """Serve the head until it is lost; return why. Raises HearthError, which ends the agent."""
-        self._node, self._silent_pulses = welcome.node, 0
+        self._node = welcome.node
         self._tickets = TicketCheck(welcome.ticket_key)
         self._questions.head_found(channel.send)
         tasks = [
@@ -216,10 +213,7 @@ class Agent:
 
     async def _pulse(self, channel: Channel) -> None:
         while True:
-            self._silent_pulses += 1
-            if self._silent_pulses > MAX_SILENT_PULSES:  # time in which this process was stopped counts once
-                channel.abort(f"it was silent for {MAX_SILENT_PULSES * PULSE_S:g} s")
-                return
+            channel.count_pulse()
             local = self._local
             channel.send(
                 messages.NodePulse(
@@ -241,7 +235,7 @@ class Agent:
 
     async def _receive(self, channel: Channel) -> None:
         while (message := await channel.receive()) is not None:
-            self._silent_pulses, local = 0, self._local
+            local = self._local
             match message:
                 case messages.RequestCounts(num_by_model) if local is not None:
                     self._start(_told(local.keeper.count_requests(num_by_model)))
