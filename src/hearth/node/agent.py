@@ -38,8 +38,6 @@ from hearth.node.worker_template import WorkerTemplate
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 #: Between two looks at the certificate's age, besides those before each connection.
 RENEWAL_S = 86400.0
-#: Models in one message about chunks, which has a limit of bytes.
-MAX_REPORTED = 256
 
 log = logging.getLogger(__name__)
 
@@ -228,8 +226,8 @@ class Agent:
     async def _report(self, local: LocalNode, channel: Channel) -> None:
         while True:
             held, links = await local.changes()
-            for begin in range(0, len(held), MAX_REPORTED):
-                channel.send(messages.ChunkReport(held[begin : begin + MAX_REPORTED]))
+            if held:
+                channel.send(messages.ChunkReport(held))
             if links:
                 channel.send(messages.LinkReport(links))
 

@@ -288,15 +288,10 @@ class Credentials:
         start, end = self._certificate.not_valid_before_utc, self._certificate.not_valid_after_utc
         return datetime.now(UTC) > start + (end - start) / 2
 
-    def request(self) -> bytes:
-        """Return the request for a new certificate."""
-        return signing_request(self.name, _read_key(self.path / "node.key"))
-
     def server_context(self) -> ssl.SSLContext:
         """Return a context that verifies the certificate of a client that has one."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_OPTIONAL
-        context.num_tickets = 0  # each connection shows its certificate anew
         return context
 
     def client_context(self) -> ssl.SSLContext:
