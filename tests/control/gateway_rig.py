@@ -93,7 +93,7 @@ class GatewayRig:
             data_dir.run_path,
             None,
             None,  # type: ignore[arg-type] # no worker connects
-            self.driver.fail_all,
+            self._fail_if_out,
             credentials=data_dir.path / "cluster",
         )
         self.supervisor, keeper = local.supervisor, local.keeper
@@ -118,6 +118,10 @@ class GatewayRig:
             drain_s=config.service.drain_s,
             exchange_sinks=self.exchange_sinks,
         )
+
+    def _fail_if_out(self) -> None:
+        if (outage := self.nodes.outage()) is not None:
+            self.driver.fail_all(outage)
 
     async def submit(
         self, wanted: GenerationRequest, caller: Caller, correlation: Correlation = UNNAMED

@@ -298,8 +298,13 @@ def supervised(
 ) -> None:
     async def run(place: Path) -> None:
         told: list[NoWorkers] = []
+
+        def note_outage() -> None:
+            if (outage := supervisor.outage()) is not None:
+                told.append(outage)
+
         vigilance = Vigilance(60.0, heartbeat_s, MAX_MISSED)
-        supervisor = kind(setup_of, keeper_setup(place), num_workers, vigilance, None, told.append)
+        supervisor = kind(setup_of, keeper_setup(place), num_workers, vigilance, None, note_outage)
         await supervisor.start_keeper()
         supervisor.start_workers("")
         try:

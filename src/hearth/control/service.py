@@ -153,6 +153,11 @@ async def running(
                 "`service.workers` is 0, which only the head of a cluster can have: its nodes have the "
                 "workers; make this machine a head with `hearth cluster init`, or leave the setting out"
             )
+
+        def fail_if_out() -> None:
+            if (outage := nodes.outage()) is not None:
+                driver.fail_all(outage)
+
         sockets = stack.enter_context(socket_directory(data_dir.path))
         local = LocalNode(
             config,
@@ -161,16 +166,11 @@ async def running(
             sockets,
             process_log.fd,
             receiver,
-            lambda _: fail_if_out(),
+            fail_if_out,
             template,
             credentials=None if authority is None else cluster_path,
         )
         nodes = Nodes(local, can_grow=_scaling_of(config.cluster) is not None)
-
-        def fail_if_out() -> None:
-            if (outage := nodes.outage()) is not None:
-                driver.fail_all(outage)
-
         stack.push_async_callback(local.close)
         # Only while workers import their modules: later it would delay the tokenizers of requests.
         pinned_first = sorted(catalog.entries(), key=lambda entry: not entry.profile.is_pinned)

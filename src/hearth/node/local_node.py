@@ -19,7 +19,7 @@ from pathlib import Path
 from socket import socket
 
 from hearth.core.config import HearthConfig
-from hearth.core.errors import HearthError, NoWorkers
+from hearth.core.errors import HearthError
 from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.core.node_messages import HeldChunks, LinkSpeed, WorkerStatus
 from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, stage_socket
@@ -54,7 +54,7 @@ class LocalNode:
         sockets: Path,
         errors: ErrorFile,
         receiver: WorkerReceiver,
-        on_outage: Callable[[NoWorkers], None] = lambda error: None,
+        on_failed_start: Callable[[], None] = lambda: None,
         template: WorkerTemplate | None = None,
         *,
         credentials: Path | None = None,
@@ -90,7 +90,7 @@ class LocalNode:
             num_workers=devices.num_workers,
             vigilance=Vigilance(service.start_s, service.heartbeat_s, service.max_missed),
             errors=errors,
-            on_outage=on_outage,
+            on_failed_start=on_failed_start,
             template=template,
         )
         self.keeper = KeeperClient(self._keeper_socket)
