@@ -103,6 +103,7 @@ async def heading(rig: GatewayRig, data_dir: DataDir, *, is_encrypted: bool = Tr
         rig.driver,
         LinkReceiver(rig.catalog, rig.driver, decoder, rig.nodes.labels_of),
         HearthConfig(cluster=ClusterConfig(listen="127.0.0.1:0", encrypt_weights=is_encrypted)),
+        data_dir.run_path,
         lambda: {**head.known, **rig.gateway.deployments.places()},
         Multicasts(rig.catalog.manifest_of),
         rig.keeper,
@@ -110,7 +111,7 @@ async def heading(rig: GatewayRig, data_dir: DataDir, *, is_encrypted: bool = Tr
     )
     head = HeadRig(rig, cluster, 0, nodes, {MODEL: "/models/it"})
     try:
-        await cluster.start(data_dir.path / "cluster", data_dir.run_path / "agent.sock")
+        await cluster.start(data_dir.path / "cluster")
         assert cluster._port is not None
         head.port = cluster._port.port
         yield head

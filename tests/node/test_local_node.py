@@ -1,64 +1,18 @@
-"""Which data connections a node admits, and what it tells its store about them. No process runs."""
+"""The sockets of a node, and what its keeper and workers are told of them. No process runs."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from hearth.core.config import HearthConfig
-from hearth.core.types import NodeId, WorkerId, stage_socket
+from hearth.core.types import WorkerId, stage_socket
 from hearth.node.devices import Devices
 from hearth.node.local_node import AGENT_SOCKET, LocalNode, socket_directory
-from hearth.node.tickets import TicketCheck, TicketIssuer
 from tests.node.test_link import Record
-
-ONE, TWO = NodeId("gpu-1"), NodeId("gpu-2.1")
-
-
-def told(store: socket.socket) -> tuple[bytes, int]:
-    """Return what the store is told next, and how many descriptors come along."""
-    store.settimeout(10.0)
-    with store.accept()[0] as agent:
-        message, descriptors, _, _ = socket.recv_fds(agent, 256, 1)
-    for descriptor in descriptors:
-        socket.close(descriptor)
-    return message, len(descriptors)
-
-
-def test_a_node_that_was_lost_has_no_connections_and_gets_no_more(tmp_path: Path) -> None:
-    async def scene() -> None:
-        (tmp_path / "run").mkdir()
-        devices = Devices("cpu", (0,), 0)
-        sockets = tmp_path / "run"
-        node = LocalNode(HearthConfig(), devices, tmp_path, sockets, None, Record(), credentials=tmp_path)
-        issuer = TicketIssuer()
-        node.admit_data(TicketCheck(issuer.key), is_encrypted=True)
-        store = socket.socket(socket.AF_UNIX)
-        with store:
-            store.bind(str(node._peers_socket))
-            store.listen()
-            spare = issuer.issue(ONE)
-            for source in (ONE, TWO):
-                near, far = socket.socketpair()
-                with near:
-                    node.take_data(far, issuer.issue(source))
-                    assert told(store) == (b"T" + source.encode(), 1)
-            node.drop_peer(ONE)
-            assert told(store) == (b"D" + ONE.encode(), 0)
-            for ticket, source in ((spare, ONE), (issuer.issue(ONE), ONE), (issuer.issue(TWO), TWO)):
-                near, far = socket.socketpair()
-                with near:
-                    node.take_data(far, ticket)
-                    if source == TWO:
-                        assert told(store) == (b"T" + TWO.encode(), 1)
-                    assert near.recv(1) == b"", "closed here, and by the store"
-        await node.close()
-
-    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("is_deep", [False, True])

@@ -28,10 +28,12 @@ from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, name_of, node_of
 from hearth.node.agent_socket import AgentSocket
 from hearth.node.channel import PULSE_S, Channel, ClusterPort, Control
 from hearth.node.credentials import Authority, Credentials
+from hearth.node.data_admission import DataAdmission
 from hearth.node.join import answer_stranger
 from hearth.node.link import FrameLink, WorkerReceiver
+from hearth.node.local_node import AGENT_SOCKET
 from hearth.node.processes import run_vital
-from hearth.node.tickets import TicketCheck, TicketIssuer
+from hearth.node.tickets import TicketIssuer
 from hearth.policy.fleet import events
 
 log = logging.getLogger(__name__)
@@ -47,15 +49,20 @@ class Cluster:
         driver: Driver,
         receiver: WorkerReceiver,
         config: HearthConfig,
+        sockets: Path,
         places: Callable[[], Mapping[Digest, str]],
         multicasts: Multicasts,
         reports: KeeperReports,
         metrics: Metrics,
     ) -> None:
-        """`receiver` takes what links bring. `places` returns where models are that nodes may load."""
+        """`receiver` takes what links bring. `places` returns where models are that nodes may load.
+
+        `sockets`: as in `LocalNode`.
+        """
         self._authority, self._nodes = authority, nodes
         self._driver, self._receiver = driver, receiver
         self._config, self._places, self._multicasts = config, places, multicasts
+        self._sockets, self._data = sockets, DataAdmission(sockets)
         self._reports, self._metrics = reports, metrics
         self._drained: set[str] = set()  #: names of nodes
         self._num_lives: Counter[str] = Counter()  #: of nodes, by name: no id is given twice
@@ -70,21 +77,18 @@ class Cluster:
         self._answering: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, path: Path, agent_socket: Path) -> None:
-        """Listen, with the credentials in `path`. Call it when the keeper is ready. Raises ConfigError.
-
-        `agent_socket`: where workers of this machine ask.
-        """
+    async def start(self, path: Path) -> None:
+        """Listen, with the credentials in `path`. Call it when the keeper is ready. Raises ConfigError."""
         credentials, cluster = Credentials.open(path), self._config.cluster
         assert credentials is not None, "made with the authority"
-        self._nodes.local.admit_data(TicketCheck(self._own_tickets.key), is_encrypted=cluster.encrypt_weights)
+        self._data.begin(self._own_tickets.key, is_encrypted=cluster.encrypt_weights)
         self._port = ClusterPort(
             *parse_address(cluster.listen),
-            self._nodes.local.take_data,
+            self._data.take,
             Control(credentials.server_context(), self._serve, self._authority.is_member),
         )
         self._questions.head_found(self._answer_own)
-        self._answering = await self._questions.listen(agent_socket)
+        self._answering = await self._questions.listen(self._sockets / AGENT_SOCKET)
         self.models_changed()
         works = (self._watch(), self._report(), self._tell_places())
         self._tasks = [run_vital(work) for work in works]
@@ -228,7 +232,7 @@ class Cluster:
             if other.speeds.pop(node.node_id, None) is not None:
                 self._metrics.link_speed.remove(node.name, other.name)
         self._tell_all(messages.DropPeer(node.node_id))
-        self._nodes.local.drop_peer(node.node_id)
+        self._data.drop_peer(node.node_id)
         self._driver.node_lost(node.node_id)
 
     async def _watch(self) -> None:
@@ -334,7 +338,7 @@ class Cluster:
         is_up = worker is None or (worker in self._driver.fleet.workers and node_of(worker) == target)
         if not is_up:
             return messages.QuestionRefused(number, f"worker `{worker}` is not up on node `{target}`")
-        is_encrypted = self._nodes.local.is_encrypted or worker is not None
+        is_encrypted = self._config.cluster.encrypt_weights or worker is not None
         if node is None:  # a node knows how it reaches the head
             own = self._own_tickets.issue(asking, worker)
             return messages.TicketGranted(number, "", 0, own, is_encrypted)

@@ -43,7 +43,7 @@ from hearth.core.config import ClusterConfig, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
 from hearth.core.types import LOCAL, Pace, pool_of
 from hearth.node.devices import Devices
-from hearth.node.local_node import AGENT_SOCKET, LocalNode, socket_directory
+from hearth.node.local_node import LocalNode, socket_directory
 from hearth.node.process_log import ProcessLog, logs_to_stderr
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_template import WorkerTemplate
@@ -195,6 +195,7 @@ async def running(
                 driver,
                 receiver,
                 config,
+                sockets,
                 deployments.places,
                 Multicasts(catalog.manifest_of),
                 reports,
@@ -203,7 +204,7 @@ async def running(
             reports.tell_nodes = cluster.count_requests
             deployments.tell_nodes = cluster.models_changed
             stack.push_async_callback(cluster.close)
-            await cluster.start(cluster_path, sockets / AGENT_SOCKET)
+            await cluster.start(cluster_path)
             if ray_process is not None:
                 ray_process.start()
                 driver.add_sink(cluster.observe)

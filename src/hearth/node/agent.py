@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from socket import socket
 
 import msgspec
 
@@ -26,13 +25,13 @@ from hearth.core.types import HEAD, NodeId, where_on_nodes
 from hearth.node.agent_socket import AgentSocket
 from hearth.node.channel import PULSE_S, Channel, ClusterPort, connect
 from hearth.node.credentials import Credentials
+from hearth.node.data_admission import DataAdmission
 from hearth.node.devices import Devices
 from hearth.node.join import renew_if_due
 from hearth.node.link import FrameLink
 from hearth.node.local_node import AGENT_SOCKET, LocalNode, socket_directory
 from hearth.node.processes import ErrorFile
 from hearth.node.relay import WorkerRelay
-from hearth.node.tickets import TicketCheck
 from hearth.node.worker_template import WorkerTemplate
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
@@ -64,7 +63,6 @@ class Agent:
         self._relays: dict[FrameLink, WorkerRelay] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._questions = AgentSocket()
-        self._tickets = TicketCheck(b"")  #: of the present life
 
     async def run(self) -> None:
         """Serve until cancelled. Raises HearthError: the head has refused the node, or workers cannot run."""
@@ -72,7 +70,8 @@ class Agent:
             self._sockets = stack.enter_context(socket_directory(self._path))
             stack.push_async_callback(self._close_local)
             cluster = self._config.cluster
-            port = ClusterPort(*parse_address(cluster.listen), self._take_data)
+            self._data = DataAdmission(self._sockets)
+            port = ClusterPort(*parse_address(cluster.listen), self._data.take)
             stack.push_async_callback(port.close)
             server = await self._questions.listen(self._sockets / AGENT_SOCKET)
             stack.callback(server.close)
@@ -135,7 +134,7 @@ class Agent:
     async def _live(self, channel: Channel, welcome: messages.NodeWelcome) -> str:
         """Serve the head until it is lost; return why. Raises HearthError, which ends the agent."""
         self._node = welcome.node
-        self._tickets = TicketCheck(welcome.ticket_key)
+        self._data.begin(welcome.ticket_key, is_encrypted=welcome.is_encrypted)
         self._questions.head_found(channel.send)
         tasks = [
             asyncio.create_task(work)
@@ -153,12 +152,11 @@ class Agent:
             return channel.why_ended or "it closed the connection"
         finally:
             self._questions.head_lost()
+            self._data.end()
             for task in (*tasks, *self._tasks):
                 task.cancel()
             await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
-            if self._local is not None:
-                self._local.tickets = None
-                await self._stop_workers()
+            await self._stop_workers()
             channel.close()
 
     async def _renew(self) -> None:
@@ -189,7 +187,6 @@ class Agent:
                 raise
             self._local = local
         self._local.config = config
-        self._local.admit_data(self._tickets, is_encrypted=welcome.is_encrypted)
         self._local.start_workers(welcome.node)
         reports = asyncio.create_task(self._report(self._local, channel))
         try:
@@ -199,10 +196,10 @@ class Agent:
 
     async def _stop_workers(self) -> None:
         """End all workers for the sake of the node: no model is to blame."""
-        assert self._local is not None, "it runs them"
         for link in self._relays:
             link.ended = WorkerEnded("was stopped with its node", is_with_node=True)
-        await self._local.supervisor.stop_workers()
+        if self._local is not None:
+            await self._local.supervisor.stop_workers()
 
     async def _close_local(self) -> None:
         if (local := self._local) is not None:
@@ -240,9 +237,7 @@ class Agent:
                 case messages.ForgetChunks(model) if local is not None:
                     self._start(_told(local.keeper.forget(where_on_nodes(model))))
                 case messages.DropPeer(node):
-                    self._tickets.refuse(node)  # also while the keeper starts
-                    if local is not None:
-                        local.drop_peer(node)
+                    self._data.drop_peer(node)
                 case messages.TicketGranted(host=""):  # of the head, whose address this node knows
                     here = msgspec.structs.replace(message, host=self._host, port=self._port)
                     self._questions.answered(here)
@@ -252,12 +247,6 @@ class Agent:
                     raise JoinRefused(reason)
                 case _:
                     pass  # a pulse
-
-    def _take_data(self, connection: socket, ticket: bytes) -> None:
-        if self._local is None:
-            connection.close()
-        else:
-            self._local.take_data(connection, ticket)
 
     # What workers tell.
 

@@ -14,23 +14,21 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from socket import socket
 
 from hearth.core.config import HearthConfig
 from hearth.core.errors import HearthError
 from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.core.node_messages import HeldChunks, LinkSpeed, WorkerStatus
 from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, stage_socket
+from hearth.node.data_admission import PEERS_SOCKET
 from hearth.node.devices import Devices
 from hearth.node.link import FrameLink, WorkerLink, WorkerReceiver
 from hearth.node.processes import ErrorFile, Vigilance
 from hearth.node.supervisor import Supervisor
-from hearth.node.tickets import TicketCheck
 from hearth.node.worker_template import WorkerTemplate
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.transfer.data_connection import drop_peer, hand_over
 
 #: Where the agent of this machine answers, in the directory of its sockets.
 AGENT_SOCKET = "agent.sock"
@@ -70,7 +68,7 @@ class LocalNode:
         self._path, self._sockets, self._receiver = path, sockets, receiver
         self._secret, self._port = secrets.token_bytes(32), 0
         self._server: asyncio.Server | None = None  #: that workers connect to
-        self._keeper_socket, self._peers_socket = sockets / "keeper.sock", sockets / "peers.sock"
+        self._keeper_socket = sockets / "keeper.sock"
         self._credentials = None if credentials is None else str(credentials)
         self._agent_socket = None if credentials is None else str(sockets / AGENT_SOCKET)
         service, store = config.service, config.store
@@ -85,7 +83,7 @@ class LocalNode:
                 log_level=config.log.level,
                 agent_socket=None if is_head else self._agent_socket,
                 credentials=self._credentials,
-                peers_socket=None if credentials is None else str(self._peers_socket),
+                peers_socket=None if credentials is None else str(sockets / PEERS_SOCKET),
             ),
             num_workers=devices.num_workers,
             vigilance=Vigilance(service.start_s, service.heartbeat_s, service.max_missed),
@@ -94,8 +92,6 @@ class LocalNode:
             template=template,
         )
         self.keeper = KeeperClient(self._keeper_socket)
-        self.tickets: TicketCheck | None = None  #: of the present life; None: no data connection is admitted
-        self.is_encrypted = True
         self.host_used_bytes = self.num_not_kept = 0  #: as reported last
         self._asking_s = 0.0  #: how long the keeper took to answer what it has
         self._reported: dict[Digest, HeldChunks] = {}
@@ -110,6 +106,8 @@ class LocalNode:
         await self.supervisor.start_keeper()
 
     def start_workers(self, node: NodeId) -> None:
+        """Begin a life of this node: `changes` reports everything anew."""
+        self._reported, self._links = {}, {}
         self.supervisor.start_workers("" if node == LOCAL else f"{node}/")
 
     async def close(self) -> None:
@@ -127,37 +125,6 @@ class LocalNode:
 
     def trouble(self) -> str | None:
         return self.supervisor.trouble()
-
-    # What other nodes get.
-
-    def admit_data(self, tickets: TicketCheck, *, is_encrypted: bool) -> None:
-        """Begin a life of this node: admit data connections, and report all chunks anew."""
-        self.tickets, self.is_encrypted = tickets, is_encrypted
-        self._reported, self._links = {}, {}
-
-    def take_data(self, connection: socket, ticket: bytes) -> None:
-        """Give a data connection to the keeper or a worker, by its ticket. Closes the caller's copy."""
-        with connection:
-            claim = None if self.tickets is None else self.tickets.admit(ticket)
-            if claim is None:
-                log.warning("data_refused reason=`the ticket is forged, used or of an earlier life`")
-                return
-            path, is_encrypted = self._peers_socket, self.is_encrypted
-            if claim.worker is not None:  # prompts can be guessed from what workers send
-                path, is_encrypted = stage_socket(self._sockets, claim.worker), True
-            try:
-                hand_over(path, connection, claim.source, is_encrypted=is_encrypted)
-            except OSError as error:  # it is being replaced, and the peer asks again
-                log.warning("data_refused source=%s path=%s reason=%s", claim.source, path, error)
-
-    def drop_peer(self, node: NodeId) -> None:
-        """End the data connections of a node that was lost or removed, and admit no more."""
-        if self.tickets is None:
-            return
-        self.tickets.refuse(node)
-        for path in (self._peers_socket, *self._sockets.glob("w*.sock")):
-            with suppress(OSError):  # that process has ended, and so have its connections
-                drop_peer(path, node)
 
     async def changes(self) -> tuple[tuple[HeldChunks, ...], tuple[LinkSpeed, ...]]:
         """Return which chunks the keeper has and how fast links are, for what changed since the last call.
