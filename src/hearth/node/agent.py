@@ -34,7 +34,8 @@ from hearth.node.processes import ErrorFile
 from hearth.node.relay import WorkerRelay
 from hearth.node.worker_template import WorkerTemplate
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
+#: Before a head that is not reached is tried again.
+RETRY_S = 2.0
 #: Between two looks at the certificate's age, besides those before each connection.
 RENEWAL_S = 86400.0
 
@@ -91,7 +92,7 @@ class Agent:
             await self._run_connections(hello)
 
     async def _run_connections(self, hello: messages.NodeHello) -> None:
-        delay_s, lost_s, told = FIRST_RETRY_S, time.monotonic(), ""
+        lost_s, told = time.monotonic(), ""
         while True:
             try:
                 channel, welcome = await self._greet(hello)
@@ -108,11 +109,10 @@ class Agent:
                     f"lost the head at {self._host}:{self._port}: {reason}; trying again until stopped"
                 )
                 log.warning("head_lost node=%s reason=%s", welcome.node, reason)
-                delay_s, lost_s, told = FIRST_RETRY_S, time.monotonic(), ""
+                lost_s, told = time.monotonic(), ""
             if time.monotonic() - lost_s > self._config.cluster.keep_host_s:
                 await self._close_local()
-            await asyncio.sleep(delay_s)
-            delay_s = min(2.0 * delay_s, LONGEST_RETRY_S)
+            await asyncio.sleep(RETRY_S)
 
     def _describe(self, welcome: messages.NodeWelcome) -> str:
         names = self._devices.names()
