@@ -130,11 +130,6 @@ def test_workers_share_the_usable_cores_and_each_has_one(
     assert Devices("cpu", (0,), num_workers).threads_per_worker == num_threads
 
 
-def test_workers_on_one_device_have_shares_of_it() -> None:
-    devices = Devices("cuda", (0, 1), num_workers=3)
-    assert [devices.share_of(index) for index in range(3)] == [0.5, 1.0, 0.5]
-
-
 def test_none_of_what_gateway_and_deployer_import_loads_torch() -> None:
     modules = (
         "core.config",

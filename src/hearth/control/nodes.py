@@ -12,10 +12,9 @@ from hearth.core import node_messages as messages
 from hearth.core.errors import NoWorkers
 from hearth.core.messages import WorkerEnded
 from hearth.core.node_messages import WorkerStatus
-from hearth.core.types import Digest, NodeId, WorkerId, node_of
+from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, node_of
 from hearth.node.link import FrameLink
 from hearth.node.local_node import LocalNode
-from hearth.node.supervisor import seat_index
 from hearth.node.tickets import TicketIssuer
 
 if TYPE_CHECKING:  # it loads packages that only a cluster needs
@@ -49,9 +48,6 @@ class RemoteNode:
             else one
             for one in self.pulse.workers
         ]
-
-    def device_share(self, seat: int) -> float:
-        return 1.0 / max(1, self.hello.num_sharing)
 
     def trouble(self) -> str | None:
         return None if self.pulse.trouble is None else f"on node {self.node_id}: {self.pulse.trouble}"
@@ -98,8 +94,11 @@ class Nodes:
 
     def device_share(self, worker: WorkerId) -> float:
         """Return a worker's share of its device."""
-        node = self.others.get(node_of(worker))
-        return (self.local if node is None else node).device_share(seat_index(worker))
+        name = node_of(worker)
+        if name == LOCAL:
+            return 1.0 / self.local.devices.num_sharing
+        node = self.others.get(name)  # None: it was lost, and what its worker has said is not handled yet
+        return 1.0 if node is None else 1.0 / node.hello.num_sharing
 
     def labels_of(self, node: NodeId) -> Mapping[str, str]:
         return (self.others.get(node) or self.local).labels

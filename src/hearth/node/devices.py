@@ -36,11 +36,6 @@ class Devices:
     def num_sharing(self) -> int:
         return -(-self.num_workers // len(self.indices))
 
-    def share_of(self, index: int) -> float:
-        num_devices = len(self.indices)
-        num_sharing = len(range(index % num_devices, self.num_workers, num_devices))
-        return 1.0 / num_sharing
-
     def names(self) -> tuple[str, ...]:
         """Return the device of each worker, for people."""
         found = {gpu.index: gpu.name for gpu in gpus()} if self.kind == "cuda" else {}

@@ -120,9 +120,6 @@ class LocalNode:
     def workers(self) -> list[WorkerStatus]:
         return self.supervisor.workers()
 
-    def device_share(self, seat: int) -> float:
-        return self.devices.share_of(seat)
-
     def trouble(self) -> str | None:
         return self.supervisor.trouble()
 

@@ -136,8 +136,3 @@ class Supervisor:
 def seat_of(worker: WorkerId) -> str:
     """Return the name of a worker without lives: `gpu-2/w0` for `gpu-2.1/w0.3`."""
     return "/".join(map(name_of, worker.split("/")))
-
-
-def seat_index(worker: WorkerId) -> int:
-    """Return the seat of a worker or of one of its successors, by its name: `w0`, then `w0.1`."""
-    return int(seat_of(worker).rpartition("/")[2].removeprefix("w"))
