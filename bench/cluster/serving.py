@@ -89,7 +89,7 @@ def _join(both: Members, model: str, rung: Rung) -> Joining:
 async def _answer_of_joining(both: Members, model: str) -> tuple[Answer, float]:
     """Return the answer, and when the agent had its socket, the last thing before it greets the head."""
     assert both.node is not None, "it was started"
-    agent_socket = both.node_dir / "run" / f"agent-{both.node.pid}.sock"
+    agent_socket = both.node_dir / "run" / f"sockets-{both.node.pid}" / "agent.sock"
     connection = await Connection.open(both.service.port)
     asked = asyncio.create_task(connection.ask(completion(model, [5] * PROMPT_TOKENS, 8)))
     while not agent_socket.exists():

@@ -90,9 +90,10 @@ class GatewayRig:
             config,
             Devices("cpu", (0,), 1),
             data_dir.path,
+            data_dir.run_path,
             None,
             None,  # type: ignore[arg-type] # no worker connects
-            self.driver.fail_all,
+            self._fail_if_out,
             credentials=data_dir.path / "cluster",
         )
         self.supervisor, keeper = local.supervisor, local.keeper
@@ -118,6 +119,10 @@ class GatewayRig:
             exchange_sinks=self.exchange_sinks,
         )
 
+    def _fail_if_out(self) -> None:
+        if (outage := self.nodes.outage()) is not None:
+            self.driver.fail_all(outage)
+
     async def submit(
         self, wanted: GenerationRequest, caller: Caller, correlation: Correlation = UNNAMED
     ) -> AnswerStream:
@@ -141,7 +146,6 @@ class GatewayRig:
         self.driver.receive(DecodedFact(link, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
 
     def close(self) -> None:
-        self.local._stack.close()
         self.registry.close()
         self.driver.close()
         self.journal.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from hearth.control.multicasts import Multicasts
 from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.core import messages
 from hearth.core.config import ClusterConfig, HearthConfig
-from hearth.core.errors import RequestError
+from hearth.core.errors import RequestError, StoreError
 from hearth.core.node_messages import (
     VERSION,
     AskSources,
@@ -67,6 +65,7 @@ class HeadRig:
     cluster: Cluster
     port: int
     nodes: dict[str, Credentials]
+    known: dict[Digest, str]  #: where models are, besides those that are deployed
 
     async def connect(self, name: str = "gpu-1") -> Channel:
         return await to_head(self.port, self.nodes[name])
@@ -105,15 +104,18 @@ async def heading(rig: GatewayRig, data_dir: DataDir, *, is_encrypted: bool = Tr
         rig.driver,
         LinkReceiver(rig.catalog, rig.driver, decoder, rig.nodes.labels_of),
         HearthConfig(cluster=ClusterConfig(listen="127.0.0.1:0", encrypt_weights=is_encrypted)),
-        lambda: {MODEL: "/models/it", **rig.gateway.deployments.places()},
+        data_dir.run_path,
+        lambda: {**head.known, **rig.gateway.deployments.places()},
         Multicasts(rig.catalog.manifest_of),
         rig.keeper,
         rig.metrics,
     )
+    head = HeadRig(rig, cluster, 0, nodes, {MODEL: "/models/it"})
     try:
         await cluster.start(data_dir.path / "cluster")
         assert cluster._port is not None
-        yield HeadRig(rig, cluster, cluster._port.port, nodes)
+        head.port = cluster._port.port
+        yield head
     finally:
         await cluster.close()
         await asyncio.sleep(0.05)
@@ -141,7 +143,10 @@ def test_each_life_of_a_node_has_an_id_of_its_own(data_dir: DataDir) -> None:
         assert again.node == "gpu-1.1"
         assert again.ticket_key != welcome.ticket_key
         await head.cluster.remove("gpu-1")
-        assert Authority.open(data_dir.path / "cluster").begin_life("gpu-1") == "gpu-1.2"
+        authority = Authority.open(data_dir.path / "cluster")
+        head.nodes["gpu-1"] = member(authority, data_dir.path / "again", "gpu-1")
+        _, last = await head.join()
+        assert last.node == "gpu-1.2", "also after it was removed"
 
     play(data_dir, scene)
 
@@ -168,38 +173,18 @@ def test_a_node_is_refused(data_dir: DataDir, hello: NodeHello, reason: str, is_
     play(data_dir, scene)
 
 
-def test_a_node_is_told_that_the_heads_disk_is_full(
-    data_dir: DataDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: Authority, name: str) -> NodeId:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/cluster/lives.json")
-
-    async def scene(head: HeadRig) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(Authority, "begin_life", full)
-            channel = await head.connect()
-            channel.send(HELLO)
-            answer = await channel.receive()
-        assert isinstance(answer, NodeRefused)
-        assert not answer.is_final
-        assert "the head cannot write its record of nodes" in answer.reason
-        assert "No space left on device: '/data/cluster/lives.json'; free space there" in answer.reason
-        await head.join()
-
-    play(data_dir, scene)
-    (logged,) = [one.message for one in caplog.records if one.levelname == "ERROR"]
-    assert logged.startswith("node_not_admitted name=gpu-1 reason=[Errno 28] No space left on device")
-
-
 def test_a_worker_of_an_earlier_life_is_refused_and_counted(data_dir: DataDir) -> None:
     async def scene(head: HeadRig) -> None:
         channel, first = await head.join()
         await head.leave(channel, first.node)
         _, second = await head.join()
-        for node, name in ((first.node, "gpu-1"), (second.node, "gpu-2")):  # gpu-2 is not that node
-            opened = await head.open_worker(node, name=name)
-            assert await opened.receive() is None
-        assert head.stale() == 2
+        for node, name, seat in (
+            (first.node, "gpu-1", "w0"),
+            (second.node, "gpu-2", "w0"),  # gpu-2 is not that node
+            (second.node, "gpu-1", "other/w0"),
+        ):
+            assert await (await head.open_worker(node, seat, name)).receive() is None
+        assert head.stale() == 3
         assert not head.rig.driver.fleet.workers
 
     play(data_dir, scene)
@@ -273,43 +258,12 @@ def test_sources_and_tickets_are_told(data_dir: DataDir) -> None:
     play(data_dir, scene)
 
 
-def test_a_node_forgets_what_was_removed_and_reports_no_endless_masks(data_dir: DataDir) -> None:
+def test_a_node_forgets_what_was_removed_while_it_was_away(data_dir: DataDir) -> None:
     async def scene(head: HeadRig) -> None:
         one, _ = await head.join("gpu-1")
         removed = Digest("e" * 64)
-        one.send(
-            ChunkReport((HeldChunks(removed, b"\x01", b""), HeldChunks(MODEL, b"\xff" * (1 << 20), b"")))
-        )
+        one.send(ChunkReport((HeldChunks(MODEL, b"\x01", b""), HeldChunks(removed, b"\x01", b""))))
         assert await one.receive() == ForgetChunks(removed)
-        two, _ = await head.join("gpu-2")
-        for digest in (removed, MODEL):
-            two.send(AskSources(1, digest))
-            assert await two.receive() == Sources(1, ())
-
-    play(data_dir, scene)
-
-
-@pytest.mark.parametrize("seat", ["wfoo", "w0/../w1", "w1234567", "w0.x", ""])
-def test_a_worker_of_another_name_is_refused(data_dir: DataDir, seat: str) -> None:
-    async def scene(head: HeadRig) -> None:
-        _, welcome = await head.join()
-        assert await (await head.open_worker(welcome.node, seat)).receive() is None
-        assert not head.rig.driver.fleet.workers
-
-    play(data_dir, scene)
-
-
-def test_a_worker_that_has_left_is_not_linked_again(data_dir: DataDir) -> None:
-    async def scene(head: HeadRig) -> None:
-        _, welcome = await head.join()
-        first = await head.open_worker(welcome.node)
-        while not head.rig.driver.fleet.workers:
-            await asyncio.sleep(0.005)
-        first.close()
-        while head.rig.driver.fleet.workers:
-            await asyncio.sleep(0.005)
-        assert await (await head.open_worker(welcome.node)).receive() is None
-        assert not head.rig.driver.fleet.workers
 
     play(data_dir, scene)
 
@@ -403,9 +357,8 @@ def test_the_end_of_a_released_worker_is_no_error(
 def test_chunks_that_a_node_could_not_keep_are_noted_until_it_is_removed(data_dir: DataDir) -> None:
     async def scene(head: HeadRig) -> None:
         channel, _ = await head.join("gpu-1")
-        for num_not_kept in (-1, 3):
-            channel.send(NodePulse((), 0, num_not_kept=num_not_kept))
-            assert await channel.receive() == HeadPulse()
+        channel.send(NodePulse((), 0, num_not_kept=3))
+        assert await channel.receive() == HeadPulse()
         assert "3 on node `gpu-1`;" in (head.rig.keeper.note or "")
         await head.cluster.remove("gpu-1")
         assert head.rig.keeper.note is None
@@ -464,5 +417,47 @@ def test_frames_of_a_worker_reach_the_driver(data_dir: DataDir) -> None:
         while sample("hearth_device_used_bytes") != 60:
             await asyncio.sleep(0.005)
         opened.abort()
+
+    play(data_dir, scene)
+
+
+def test_a_model_that_was_removed_and_returns_is_not_taken_to_be_where_it_was(data_dir: DataDir) -> None:
+    async def scene(head: HeadRig) -> None:
+        one, _ = await head.join("gpu-1")
+        two, _ = await head.join("gpu-2")
+        known = head.known
+        for held in (HeldChunks(MODEL, b"\x01", b""), HeldChunks(MODEL, b"", b"")):
+            head.known = known if held.host else {}
+            one.send(ChunkReport((held,)))
+            one.send(NodePulse((), 0))
+            assert await one.receive() == HeadPulse()
+        head.known = known
+        two.send(AskSources(1, MODEL))
+        assert await two.receive() == Sources(1, ())
+
+    play(data_dir, scene)
+
+
+def test_a_keeper_that_did_not_answer_is_told_again_what_others_may_ask_of_it(
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[dict[Digest, str]]()
+
+    async def set_known_models(known: dict[Digest, str]) -> None:
+        told.append(known)
+        if len(told) == 2:
+            raise StoreError("the keeper has not answered for 10 s")
+
+    async def scene(head: HeadRig) -> None:
+        keeper = head.rig.local.keeper
+        monkeypatch.setattr(keeper, "set_known_models", set_known_models)
+        head.rig.supervisor.keeper.num_starts = 1
+        while not told:
+            await asyncio.sleep(0.005)
+        head.known = {Digest("e" * 64): "/models/other"}
+        head.cluster.models_changed()
+        while len(told) < 3:
+            await asyncio.sleep(0.005)
+        assert told[0] != told[1] == told[2]
 
     play(data_dir, scene)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hearth.control.nodes import NO_NODE_S, Nodes
-from hearth.core.types import NodeId
+from hearth.core.config import HearthConfig
+from hearth.core.types import NodeId, WorkerId
+from hearth.node.devices import Devices
+from hearth.node.local_node import LocalNode
+from tests.node.test_link import Record
 
 
 @pytest.mark.parametrize("can_grow", [False, True])
@@ -36,3 +42,13 @@ def test_requests_wait_a_while_for_a_machine_and_are_then_refused(
     else:
         assert outage is not None
         assert "no machine has joined" in str(outage)
+
+
+def test_the_report_of_a_worker_whose_node_was_just_lost_is_charged_by_a_head_without_workers(
+    tmp_path: Path,
+) -> None:
+    async def scene() -> None:
+        local = LocalNode(HearthConfig(), Devices("cpu", (0,), 0), tmp_path, tmp_path, None, Record())
+        assert Nodes(local).device_share(WorkerId("gone/w0")) == 1.0
+
+    asyncio.run(scene())

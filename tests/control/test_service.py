@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from hearth.control.datadir import DataDir
 from hearth.control.keys import keys
-from hearth.control.service import keys_of, log_unused_memory, running
-from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig, StoreConfig
+from hearth.control.service import keys_of, running
+from hearth.core.config import HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError
 from hearth.node.devices import Devices
 
@@ -43,23 +42,6 @@ def test_a_file_of_keys_that_was_named_must_hold_some(data_dir: DataDir, tmp_pat
     service = ServiceConfig(api_keys_file=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="holds no API key; make one with `hearth keys add NAME --api-keys"):
         keys_of(service, data_dir)
-
-
-@pytest.mark.parametrize(
-    ("kind", "store", "is_told"),
-    [
-        ("cpu", StoreConfig(host_bytes=64 << 30), True),
-        ("cpu", StoreConfig(host_bytes=CPU_HOST_BYTES), False),
-        ("cpu", StoreConfig(), False),
-        ("cuda", StoreConfig(host_bytes=64 << 30), False),
-    ],
-)
-def test_who_asks_for_host_memory_that_a_cpu_does_not_use_is_told(
-    kind: Literal["cpu", "cuda"], store: StoreConfig, is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    log_unused_memory(HearthConfig(store=store), Devices(kind, (0,), 1))
-
-    assert ("raise service.memory_bytes instead" in caplog.text) == is_told
 
 
 def test_a_service_without_workers_needs_a_cluster(data_dir: DataDir) -> None:

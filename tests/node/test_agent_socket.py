@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -103,11 +102,3 @@ def test_a_head_that_says_nothing_is_not_waited_for(
                 await asyncio.to_thread(agent.ticket, NodeId("silent"))
 
     play(scene)
-
-
-def test_the_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
-    async def scene() -> None:
-        async with await AgentSocket().listen(tmp_path / "agent.sock"):
-            assert (tmp_path / "agent.sock").stat().st_mode & 0o777 == 0o600
-
-    asyncio.run(scene())

@@ -23,7 +23,7 @@ from hearth.core.node_messages import (
 )
 from hearth.core.types import HEAD, LOCAL, WorkerId
 from hearth.node import channel as module
-from hearth.node.channel import Channel, ClusterPort, Control, connect
+from hearth.node.channel import MAX_SILENT_PULSES, Channel, ClusterPort, Control, connect
 from hearth.node.credentials import Authority
 from hearth.node.link import MAX_UNREAD_BYTES
 from hearth.node.tickets import STORE_TICKET_BYTES, WORKER_TICKET_BYTES, TicketCheck, TicketIssuer
@@ -66,6 +66,23 @@ def test_a_peer_that_is_not_read_is_held_back_and_loses_nothing(cluster: Cluster
                 assert isinstance(answer, QuestionRefused)
                 assert answer.number == 100_000 * number + 99_999
             channel.close()
+
+    play(scene)
+
+
+def test_a_silent_peer_is_given_up_after_some_pulses(cluster: Cluster, play: Scene) -> None:
+    async def scene() -> None:
+        async with cluster.listening() as port:
+            channel = await to_head(port, cluster.node)
+            for _ in range(3):
+                for _ in range(MAX_SILENT_PULSES):
+                    channel.count_pulse()
+                channel.send(HELLO)
+                assert await channel.receive() == HeadPulse()
+            for _ in range(MAX_SILENT_PULSES + 1):
+                channel.count_pulse()
+            assert await channel.receive() is None
+            assert channel.why_ended == "it was silent for 3 s"
 
     play(scene)
 

@@ -105,7 +105,10 @@ def test_a_name_is_given_again_only_to_its_own_key(authority: Authority, tmp_pat
 
     again = member(authority, tmp_path / "a", "gpu-1")  # as after a lost answer
     renewed = keep_certificate(
-        tmp_path / "a", authority.certificate_pem, authority.renew("gpu-1", again.request()), "head:1"
+        tmp_path / "a",
+        authority.certificate_pem,
+        authority.renew("gpu-1", signing_request("gpu-1", own_key(again.path))),
+        "head:1",
     )
 
     keys = [key_of(one) for one in (first, again, renewed)]
@@ -120,7 +123,7 @@ def test_a_removed_member_cannot_renew_and_its_name_is_free(authority: Authority
 
     assert not authority.is_member("gpu-1", key_of(old))
     with pytest.raises(JoinRefused, match="no longer a node of the cluster; to join"):
-        authority.renew("gpu-1", old.request())
+        authority.renew("gpu-1", signing_request("gpu-1", own_key(old.path)))
     new = member(authority, tmp_path / "b", "gpu-1")
     assert authority.is_member("gpu-1", key_of(new))
     assert not authority.is_member("gpu-1", key_of(old))

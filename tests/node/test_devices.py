@@ -3,10 +3,11 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 
-from hearth.core.config import ServiceConfig, StoreConfig
+from hearth.core.config import CPU_HOST_BYTES, ServiceConfig, StoreConfig
 from hearth.core.errors import ConfigError, DeviceError
 from hearth.node import devices
 from hearth.node.devices import Devices, Gpu, check_host_memory, gpus, resolve
@@ -96,7 +97,29 @@ def test_host_memory_for_gpus_that_the_machine_never_has_is_refused(monkeypatch:
     store = StoreConfig(host_bytes=900 << 30)
     with pytest.raises(ConfigError, match=r"at most 8\.00 GiB .* given: 900\.00 GiB"):
         check_host_memory(store, Devices("cuda", (0,), 1))
-    check_host_memory(store, Devices("cpu", (0,), 1))  # which takes little of it, and is told so
+    check_host_memory(store, Devices("cpu", (0,), 1))  # which takes little of it
+
+
+@pytest.mark.parametrize(
+    ("kind", "store", "is_told"),
+    [
+        ("cpu", StoreConfig(host_bytes=64 << 30), True),
+        ("cpu", StoreConfig(host_bytes=CPU_HOST_BYTES), False),
+        ("cpu", StoreConfig(), False),
+        ("cuda", StoreConfig(host_bytes=64 << 30), False),
+    ],
+)
+def test_who_asks_for_host_memory_that_a_cpu_does_not_use_is_told(
+    kind: Literal["cpu", "cuda"],
+    store: StoreConfig,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "machine_bytes", lambda: 128 << 30)
+    check_host_memory(store, Devices(kind, (0,), 1))
+
+    assert ("raise service.memory_bytes instead" in caplog.text) == is_told
 
 
 @pytest.mark.parametrize(("num_workers", "num_threads"), [(1, 7), (2, 3), (1000, 1)])
@@ -105,11 +128,6 @@ def test_workers_share_the_usable_cores_and_each_has_one(
 ) -> None:
     monkeypatch.setattr(devices, "num_usable_cores", lambda: 7)
     assert Devices("cpu", (0,), num_workers).threads_per_worker == num_threads
-
-
-def test_workers_on_one_device_have_shares_of_it() -> None:
-    devices = Devices("cuda", (0, 1), num_workers=3)
-    assert [devices.share_of(index) for index in range(3)] == [0.5, 1.0, 0.5]
 
 
 def test_none_of_what_gateway_and_deployer_import_loads_torch() -> None:

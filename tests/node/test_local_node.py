@@ -1,87 +1,44 @@
-"""Which data connections a node admits, and what it tells its store about them. No process runs."""
+"""The sockets of a node, and what its keeper and workers are told of them. No process runs."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from hearth.core.config import HearthConfig
-from hearth.core.types import NodeId, WorkerId, stage_socket
+from hearth.core.types import WorkerId, stage_socket
 from hearth.node.devices import Devices
-from hearth.node.local_node import LocalNode
-from hearth.node.tickets import TicketCheck, TicketIssuer
+from hearth.node.local_node import AGENT_SOCKET, LocalNode, socket_directory
 from tests.node.test_link import Record
-
-ONE, TWO = NodeId("gpu-1"), NodeId("gpu-2.1")
-
-
-def told(store: socket.socket) -> tuple[bytes, int]:
-    """Return what the store is told next, and how many descriptors come along."""
-    store.settimeout(10.0)
-    with store.accept()[0] as agent:
-        message, descriptors, _, _ = socket.recv_fds(agent, 256, 1)
-    for descriptor in descriptors:
-        socket.close(descriptor)
-    return message, len(descriptors)
-
-
-def test_a_node_that_was_lost_has_no_connections_and_gets_no_more(tmp_path: Path) -> None:
-    async def scene() -> None:
-        (tmp_path / "run").mkdir()
-        devices = Devices("cpu", (0,), 0)
-        node = LocalNode(HearthConfig(), devices, tmp_path, None, Record(), credentials=tmp_path)
-        issuer = TicketIssuer()
-        node.admit_data(TicketCheck(issuer.key), is_encrypted=True)
-        assert node._peers_socket is not None
-        store = socket.socket(socket.AF_UNIX)
-        with store:
-            store.bind(str(node._peers_socket))
-            store.listen()
-            spare = issuer.issue(ONE)
-            for source in (ONE, TWO):
-                near, far = socket.socketpair()
-                with near:
-                    node.take_data(far, issuer.issue(source))
-                    assert told(store) == (b"T" + source.encode(), 1)
-            node.drop_peer(ONE)
-            assert told(store) == (b"D" + ONE.encode(), 0)
-            for ticket, source in ((spare, ONE), (issuer.issue(ONE), ONE), (issuer.issue(TWO), TWO)):
-                near, far = socket.socketpair()
-                with near:
-                    node.take_data(far, ticket)
-                    if source == TWO:
-                        assert told(store) == (b"T" + TWO.encode(), 1)
-                    assert near.recv(1) == b"", "closed here, and by the store"
-        await node.close()
-
-    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("is_deep", [False, True])
 def test_workers_are_told_of_a_directory_for_their_sockets(is_deep: bool) -> None:
     async def scene(path: Path) -> None:
-        left_behind = path / "run" / "stages-1"
+        left_behind = path / "run" / "sockets-1"
         left_behind.mkdir(parents=True)
         (left_behind / "w0.sock").touch()
-        node = LocalNode(HearthConfig(), Devices("cpu", (0,), 1), path, None, Record())
+        with socket_directory(path) as stages_path:
+            assert not left_behind.exists()
+            look(path, stages_path)
+        assert not stages_path.exists()
+
+    def look(path: Path, stages_path: Path) -> None:
+        node = LocalNode(HearthConfig(), Devices("cpu", (0,), 1), path, stages_path, None, Record())
         setup = node._setup_of(0, WorkerId("w0"))
-        stages_path = Path(setup.stages_path)
+        assert setup.stages_path == str(stages_path)
         assert (setup.agent_socket, setup.credentials) == (None, None)
         assert stages_path.is_relative_to(path) is not is_deep, "a long path is replaced"
         assert len(bytes(stage_socket(stages_path, WorkerId("gpu-1/w0.123456789")))) < 108
         assert stages_path.stat().st_mode & 0o777 == 0o700
-        assert not left_behind.exists()
         sockets = [stage_socket(stages_path, WorkerId(name)) for name in ("gpu-1/w0.1", "gpu-1/w01.1")]
         for one in sockets:
             one.touch()
         node._setup_of(0, WorkerId("gpu-1/w0.2"))
         assert [one.exists() for one in sockets] == [False, True], "those of earlier lives go"
-        await node.close()
-        assert not stages_path.exists()
 
     with tempfile.TemporaryDirectory(prefix="hearth-") as folder:
         asyncio.run(scene(Path(folder) / ("d" * 80 if is_deep else "d")))
@@ -90,10 +47,10 @@ def test_workers_are_told_of_a_directory_for_their_sockets(is_deep: bool) -> Non
 def test_the_workers_of_a_head_ask_at_its_own_socket_and_its_keeper_asks_nothing(tmp_path: Path) -> None:
     async def scene() -> None:
         node = LocalNode(
-            HearthConfig(), Devices("cpu", (0,), 1), tmp_path, None, Record(), credentials=tmp_path
+            HearthConfig(), Devices("cpu", (0,), 1), tmp_path, tmp_path, None, Record(), credentials=tmp_path
         )
         setup = node._setup_of(0, WorkerId("w0"))
-        assert (setup.agent_socket, setup.credentials) == (str(node.agent_socket), str(tmp_path))
+        assert (setup.agent_socket, setup.credentials) == (str(tmp_path / AGENT_SOCKET), str(tmp_path))
         assert node.supervisor.keeper._setup.agent_socket is None
         await node.close()
 

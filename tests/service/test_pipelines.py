@@ -273,7 +273,7 @@ def test_killed_members_leave_nothing_behind(workers: Service) -> None:
         assert members(workers, "mid")[0] == first
     assert (first.num_fds(), first.num_threads()) == before
     workers.wait_for_workers()
-    assert len(list((workers.data_dir / "run").glob("stages-*/*.sock"))) == 3
+    assert len(list((workers.data_dir / "run").glob("sockets-*/w*.sock"))) == 3
 
 
 def test_a_member_that_cannot_be_loaded_fails_its_model_and_is_not_tried_for_ever(

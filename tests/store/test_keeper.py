@@ -129,7 +129,7 @@ def test_puts_collections_of_garbage_off(monkeypatch: pytest.MonkeyPatch) -> Non
         lines = msgspec.json.encode(keeper_setup(place)) + b"\n\n"
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
         monkeypatch.setattr(keeper, "die_with_parent", lambda: None)
-        monkeypatch.setattr(keeper, "_say", lambda answer: found.append(gc.get_threshold()[0]))
+        monkeypatch.setattr(keeper, "_say", lambda line: found.append(gc.get_threshold()[0]))
         assert keeper.main() == 0
     assert (found[1:], gc.get_threshold()) == ([MAX_YOUNG], given)
 

@@ -22,9 +22,9 @@ from hearth.core.errors import ServiceError, StoreError
 from hearth.core.types import LOCAL, NodeId, WorkerId, stage_socket
 from hearth.node.agent_socket import AgentSocket
 from hearth.node.channel import Channel, ClusterPort
+from hearth.node.data_admission import PEERS_SOCKET, DataAdmission
 from hearth.node.devices import Devices
-from hearth.node.local_node import LocalNode, new_socket_path
-from hearth.node.tickets import TicketCheck
+from hearth.node.local_node import AGENT_SOCKET, LocalNode, socket_directory
 from hearth.store.transfer import data_connection
 from hearth.store.transfer.data_connection import call, show_ticket
 from hearth.store.transfer.peer_stream import AgentClient
@@ -40,7 +40,7 @@ class StageWorker:
     """A worker as far as other workers reach it, with the setup that its node gives it."""
 
     def __init__(self, local: LocalNode, worker: WorkerId) -> None:
-        self.name, self.local = worker, local
+        self.name = worker
         setup = local._setup_of(0, worker)
         self.stages_path = Path(setup.stages_path)
         self.agent_socket = None if setup.agent_socket is None else Path(setup.agent_socket)
@@ -80,29 +80,30 @@ async def a_worker(head: HeadRig, name: str, path: Path) -> AsyncIterator[StageW
     """A node that has joined, and its worker, which is linked. Of its agent the processes are missing."""
     (path / "run").mkdir(parents=True)
     async with AsyncExitStack() as stack:
-        questions, agent_socket = AgentSocket(), new_socket_path(path, "agent", stack)
+        questions, sockets = AgentSocket(), stack.enter_context(socket_directory(path))
         devices, credentials = Devices("cpu", (0,), 1), head.nodes[name].path
         local = LocalNode(
             HearthConfig(),
             devices,
             path,
+            sockets,
             None,
             Record(),
-            agent_socket=agent_socket,
             credentials=credentials,
         )
         stack.push_async_callback(local.close)
-        port = ClusterPort("127.0.0.1", 0, local.take_data)
+        data = DataAdmission(sockets)
+        port = ClusterPort("127.0.0.1", 0, data.take)
         stack.push_async_callback(port.close)
-        stack.callback((await questions.listen(agent_socket)).close)
+        stack.callback((await questions.listen(sockets / AGENT_SOCKET)).close)
         channel = await head.connect(name)
         stack.callback(channel.close)
         channel.send(msgspec.structs.replace(HELLO, name=name, port=port.port))
         welcome = await channel.receive()
         assert isinstance(welcome, messages.NodeWelcome)
-        local.admit_data(TicketCheck(welcome.ticket_key), is_encrypted=welcome.is_encrypted)
+        data.begin(welcome.ticket_key, is_encrypted=welcome.is_encrypted)
         questions.head_found(channel.send)
-        receiving = asyncio.create_task(receive(channel, questions, local, head.port))
+        receiving = asyncio.create_task(receive(channel, questions, data, head.port))
         stack.callback(receiving.cancel)
         worker = WorkerId(f"{welcome.node}/w0")
         link = await head.open_worker(welcome.node, "w0", name)
@@ -114,12 +115,12 @@ async def a_worker(head: HeadRig, name: str, path: Path) -> AsyncIterator[StageW
         yield stage
 
 
-async def receive(channel: Channel, questions: AgentSocket, local: LocalNode, head_port: int) -> None:
+async def receive(channel: Channel, questions: AgentSocket, data: DataAdmission, head_port: int) -> None:
     """Take the messages of the head as an agent does."""
     while (message := await channel.receive()) is not None:
         match message:
             case messages.DropPeer(node):
-                local.drop_peer(node)
+                data.drop_peer(node)
             case messages.TicketGranted(host=""):
                 questions.answered(msgspec.structs.replace(message, host="127.0.0.1", port=head_port))
             case messages.TicketGranted() | messages.QuestionRefused():
@@ -226,9 +227,8 @@ def test_a_worker_of_another_node_is_not_admitted_by_the_name_of_a_node(tmp_path
 def test_a_ticket_is_good_for_one_connection_to_what_it_names(tmp_path: Path) -> None:
     async def scene(head: HeadRig) -> None:
         async with two_workers(head, tmp_path) as (one, two):
-            assert two.local._peers_socket is not None
             with socket.socket(socket.AF_UNIX) as store:
-                store.bind(str(two.local._peers_socket))
+                store.bind(str(two.stages_path / PEERS_SOCKET))
                 store.listen()
                 store.settimeout(PATIENCE_S)
                 await asyncio.to_thread(use_tickets, one, two, store)
@@ -319,7 +319,6 @@ def test_workers_of_one_machine_connect_directly_and_may_send_a_descriptor_at_on
         taken: SimpleQueue[tuple[socket.socket, bool]] = SimpleQueue()
         own, other = WorkerId("gpu-2/w0.3"), WorkerId("gpu-2/w1")
         with closing(StageListener(place, own, None, lambda end, source: taken.put((end, source is None)))):
-            assert (place / "w0.3.sock").stat().st_mode & 0o777 == 0o600
             memory = os.memfd_create("hidden")
             os.write(memory, b"states")
             with connect_to_worker(own, other, place, None, None) as near:

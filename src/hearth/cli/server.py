@@ -19,7 +19,7 @@ from hearth.api.connections import MAX_STRANGERS
 from hearth.cli.console import LOG_FORMAT
 from hearth.control.datadir import DataDir, ServiceFile
 from hearth.control.gateway import Gateway
-from hearth.control.service import keys_of, log_unused_memory, running
+from hearth.control.service import keys_of, running
 from hearth.core.config import HearthConfig, ServiceConfig, address_of
 from hearth.core.errors import ConfigError
 from hearth.node.devices import Devices, check_host_memory, resolve
@@ -47,7 +47,6 @@ def run_service(
     """
     devices = resolve(config.service)
     check_host_memory(config.store, devices)
-    log_unused_memory(config, devices)
     service = config.service
     with (
         DataDir.hold(service.data_dir) as data_dir,

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
@@ -27,18 +26,16 @@ from hearth.core.config import HearthConfig, parse_address
 from hearth.core.errors import HearthError, RequestError
 from hearth.core.messages import WorkerEnded
 from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, name_of, node_of
-from hearth.node.agent import MAX_SILENT_PULSES, PULSE_S
 from hearth.node.agent_socket import AgentSocket
-from hearth.node.channel import Channel, ClusterPort, Control
+from hearth.node.channel import PULSE_S, Channel, ClusterPort, Control
 from hearth.node.credentials import Authority, Credentials
+from hearth.node.data_admission import DataAdmission
 from hearth.node.join import answer_stranger
 from hearth.node.link import FrameLink, WorkerReceiver
+from hearth.node.local_node import AGENT_SOCKET
 from hearth.node.processes import run_vital
-from hearth.node.tickets import TicketCheck, TicketIssuer
+from hearth.node.tickets import TicketIssuer
 from hearth.policy.fleet import events
-
-#: Of a node's report of a model: 2 TiB in chunks of 16 MiB.
-MAX_MASK_BYTES = 16 << 10
 
 log = logging.getLogger(__name__)
 
@@ -53,22 +50,28 @@ class Cluster:
         driver: Driver,
         receiver: WorkerReceiver,
         config: HearthConfig,
+        sockets: Path,
         places: Callable[[], Mapping[Digest, str]],
         multicasts: Multicasts,
         reports: KeeperReports,
         metrics: Metrics,
     ) -> None:
-        """`receiver` takes what links bring. `places` returns where models are that nodes may load."""
+        """`receiver` takes what links bring. `places` returns where models are that nodes may load.
+
+        `sockets`: as in `LocalNode`.
+        """
         self._authority, self._nodes = authority, nodes
         self._driver, self._receiver = driver, receiver
         self._config, self._places, self._multicasts = config, places, multicasts
+        self._sockets, self._data = sockets, DataAdmission(sockets)
         self._reports, self._metrics = reports, metrics
         self._drained: set[str] = set()  #: names of nodes
+        self._num_lives: Counter[str] = Counter()  #: of nodes, by name: no id is given twice
         self._reasons: dict[str, str] = {}  #: why nodes were lost last, by name
         self._own_tickets = TicketIssuer()
         self._own_held: dict[Digest, messages.HeldChunks] = {}
         self._known: dict[Digest, str] = {}  #: what the keeper of this machine was told
-        self._num_starts_told = 0  #: the life of the keeper that was told last
+        self._num_starts_told = 0  #: the life of the keeper that was told last; 0: it has to be told
         self._are_places_stale = asyncio.Event()
         self._port: ClusterPort | None = None
         self._questions = AgentSocket()  #: of the workers of this machine
@@ -80,15 +83,14 @@ class Cluster:
         """Listen, with the credentials in `path`. Call it when the keeper is ready. Raises ConfigError."""
         credentials, cluster = Credentials.open(path), self._config.cluster
         assert credentials is not None, "made with the authority"
-        self._nodes.local.admit_data(TicketCheck(self._own_tickets.key), is_encrypted=cluster.encrypt_weights)
+        self._data.begin(self._own_tickets.key, is_encrypted=cluster.encrypt_weights)
         self._port = ClusterPort(
             *parse_address(cluster.listen),
-            self._nodes.local.take_data,
+            self._data.take,
             Control(credentials.server_context(), self._serve, self._authority.is_member),
         )
-        assert self._nodes.local.agent_socket is not None, "it has credentials"
         self._questions.head_found(self._answer_own)
-        self._answering = await self._questions.listen(self._nodes.local.agent_socket)
+        self._answering = await self._questions.listen(self._sockets / AGENT_SOCKET)
         self.models_changed()
         for name in self._authority.names():
             self._await_member(name)
@@ -130,19 +132,13 @@ class Cluster:
                 self._open_worker(channel, first)
 
     async def _serve_node(self, channel: Channel, hello: messages.NodeHello) -> None:
-        if (refused := self._refusal(channel, hello)) is None:
-            try:
-                node_id = await asyncio.to_thread(self._authority.begin_life, hello.name)
-            except OSError as error:
-                log.error("node_not_admitted name=%s reason=%s", hello.name, error)
-                reason = f"the head cannot write its record of nodes: {error}; free space there"
-                channel.send(messages.NodeRefused(reason, is_final=False))
-                return
-            refused = self._refusal(channel, hello)  # another of that name may have joined meanwhile
-        if refused is not None:
+        if (refused := self._refusal(channel, hello)) is not None:
             log.warning("node_refused name=%s reason=%s", hello.name, refused.reason)
             channel.send(refused)
             return
+        life = self._num_lives[hello.name]
+        self._num_lives[hello.name] += 1
+        node_id = NodeId(f"{hello.name}.{life}" if life else hello.name)
         node = RemoteNode(node_id, hello, channel)
         self._nodes.others[node_id] = node
         channel.send(
@@ -162,14 +158,11 @@ class Cluster:
         log.info("node_joined node=%s host=%s devices=`%s`", node_id, channel.host, ", ".join(hello.devices))
         try:
             while (message := await channel.receive()) is not None and node_id in self._nodes.others:
-                node.num_silent_pulses = 0
                 self._take(node, message)
         finally:
             self._lose(node, channel.why_ended or "it closed the connection")
 
     def _refusal(self, channel: Channel, hello: messages.NodeHello) -> messages.NodeRefused | None:
-        if channel.peer is None or not self._authority.is_member(channel.peer, channel.key):
-            return messages.NodeRefused("the node was removed; join again with a token")
         if hello.name != channel.peer:
             return messages.NodeRefused(
                 f"the certificate is that of `{channel.peer}`, the node calls itself `{hello.name}`"
@@ -182,7 +175,7 @@ class Cluster:
                 f"{version - 1} and {version}; upgrade Hearth {remedy}"
             )
         for node in [node for node in self._nodes.others.values() if node.name == hello.name]:
-            if node.num_silent_pulses > 1:  # it noticed before the head that its connection was cut
+            if node.channel.num_silent_pulses > 1:  # it noticed before the head that its connection was cut
                 self._lose(node, "it joins again")
                 continue
             return messages.NodeRefused(
@@ -196,14 +189,13 @@ class Cluster:
         match message:
             case messages.NodePulse():
                 node.pulse = message
-                self._reports.chunks_not_kept(node.node_id, max(0, message.num_not_kept))
+                self._reports.chunks_not_kept(node.node_id, message.num_not_kept)
                 node.channel.send(messages.HeadPulse())
             case messages.ChunkReport(models):
                 self._chunks_held(node, models)
             case messages.LinkReport(links):
                 for link in links:
-                    is_known = link.source == LOCAL or link.source in self._nodes.others
-                    if is_known and 0 < link.bytes_per_s < math.inf:
+                    if link.source == LOCAL or link.source in self._nodes.others:
                         node.speeds[link.source] = link
                         self._link_measured(link, node.node_id)
             case messages.AskSources() | messages.AskTicket():
@@ -213,17 +205,12 @@ class Cluster:
 
     def _chunks_held(self, node: RemoteNode, models: Sequence[messages.HeldChunks]) -> None:
         """Note what a node has, and have it forget what was removed while it was away."""
+        update_held(node.held, models)
         known = self._places()
         for held in models:
-            if held.model not in known and any(held.host + held.disk):
+            if held.model in node.held and held.model not in known:
                 node.channel.send(messages.ForgetChunks(held.model))
-        kept = [
-            held
-            for held in models
-            if held.model in known and max(len(held.host), len(held.disk)) <= MAX_MASK_BYTES
-        ]
-        node.held |= {held.model: held for held in kept}
-        self._reports.node_reported(node.node_id, kept)
+        self._reports.node_reported(node.node_id, models)
 
     def _link_measured(self, link: messages.LinkSpeed, target: NodeId) -> None:
         self._metrics.link_speed.labels(name_of(link.source), name_of(target)).set(link.bytes_per_s)
@@ -233,18 +220,10 @@ class Cluster:
 
     def _open_worker(self, channel: Channel, opened: messages.WorkerOpened) -> None:
         node, worker = self._nodes.others.get(opened.node), opened.hello.worker
-        if node is None or node.name != channel.peer or worker in node.links:
+        if node is None or node.name != channel.peer or node_of(worker) != opened.node:
             self._metrics.cluster_stale.inc()  # of an earlier life
             log.info("worker_refused worker=%s reason=`its node has another life`", worker)
             return
-        is_well_named = (
-            re.fullmatch(rf"{re.escape(opened.node)}/w\d{{1,6}}(\.\d{{1,9}})?", worker) is not None
-        )
-        is_full = len(node.links) >= 2 * len(node.hello.devices)  # a successor may be early
-        if not is_well_named or worker in node.past_workers or is_full or opened.hello.budget_bytes <= 0:
-            log.warning("worker_refused worker=%s reason=`not a new one of node %s`", worker, opened.node)
-            return
-        node.past_workers.add(worker)
         try:
             channel.become_link(worker, self)
         except ConnectionResetError:
@@ -270,16 +249,14 @@ class Cluster:
             if other.speeds.pop(node.node_id, None) is not None:
                 self._metrics.link_speed.remove(node.name, other.name)
         self._tell_all(messages.DropPeer(node.node_id))
-        self._nodes.local.drop_peer(node.node_id)
+        self._data.drop_peer(node.node_id)
         self._driver.node_lost(node.node_id)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(PULSE_S)
-            for node in list(self._nodes.others.values()):
-                node.num_silent_pulses += 1  # time in which this process did not run counts once
-                if node.num_silent_pulses > MAX_SILENT_PULSES:
-                    self._lose(node, f"it was silent for {MAX_SILENT_PULSES * PULSE_S:g} s")
+            for node in self._nodes.others.values():
+                node.channel.count_pulse()
             if (outage := self._nodes.outage()) is not None:
                 self._driver.fail_all(outage)
             for node_id in self._nodes.failing():
@@ -293,7 +270,7 @@ class Cluster:
             if self._num_starts_told != self._nodes.local.supervisor.keeper.num_starts:
                 self.models_changed()
             held, _ = await self._nodes.local.changes()  # the head fetches from no node
-            self._own_held |= {one.model: one for one in held}
+            update_held(self._own_held, held)
 
     async def _tell_places(self) -> None:
         """Tell the keeper of this machine what others may ask of it, and all others what was removed."""
@@ -308,8 +285,9 @@ class Cluster:
             try:
                 await local.keeper.set_known_models(self._known)
                 self._num_starts_told = num_starts
-            except (HearthError, OSError) as error:  # it is being replaced, and told again then
+            except (HearthError, OSError) as error:
                 log.warning("keeper_not_told reason=%s", error)
+                self._num_starts_told = 0  # so that `_report` has it told again
 
     def observe(self, _: events.Event, actions: Sequence[events.Action]) -> None:
         """Expect the end of machines that are given back: their manager may end workers before the agent."""
@@ -346,11 +324,7 @@ class Cluster:
 
     def _sources(self, number: int, model: Digest, asking: NodeId) -> messages.Sources:
         all_held = {LOCAL: self._own_held} | {one.node_id: one.held for one in self._nodes.others.values()}
-        held_by = {
-            node: held[model]
-            for node, held in all_held.items()
-            if model in held and any(held[model].host + held[model].disk)
-        }
+        held_by = {node: held[model] for node, held in all_held.items() if model in held}
         links = [link for one in self._nodes.others.values() for link in one.speeds.values()]
         is_here = "://" not in self._places().get(model, "://")
         senders: dict[NodeId, messages.HeldChunks | None] = {
@@ -386,7 +360,7 @@ class Cluster:
         is_up = worker is None or (worker in self._driver.fleet.workers and node_of(worker) == target)
         if not is_up:
             return messages.QuestionRefused(number, f"worker `{worker}` is not up on node `{target}`")
-        is_encrypted = self._nodes.local.is_encrypted or worker is not None
+        is_encrypted = self._config.cluster.encrypt_weights or worker is not None
         if node is None:  # a node knows how it reaches the head
             own = self._own_tickets.issue(asking, worker)
             return messages.TicketGranted(number, "", 0, own, is_encrypted)
@@ -479,3 +453,10 @@ class Cluster:
 def _next_life(name: str) -> NodeId:
     """Return what the brain is told to expect of a node that is away: it has no id yet."""
     return NodeId(f"{name}.next")
+
+
+def update_held(held: dict[Digest, messages.HeldChunks], changed: Sequence[messages.HeldChunks]) -> None:
+    for one in changed:
+        held[one.model] = one
+        if not any(one.host + one.disk):
+            del held[one.model]

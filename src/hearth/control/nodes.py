@@ -15,7 +15,6 @@ from hearth.core.node_messages import WorkerStatus
 from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, node_of
 from hearth.node.link import FrameLink
 from hearth.node.local_node import LocalNode
-from hearth.node.supervisor import seat_index
 from hearth.node.tickets import TicketIssuer
 
 if TYPE_CHECKING:  # it loads packages that only a cluster needs
@@ -28,10 +27,8 @@ class RemoteNode:
     def __init__(self, node_id: NodeId, hello: messages.NodeHello, channel: Channel) -> None:
         self.node_id, self.hello, self.channel = node_id, hello, channel
         self.tickets = TicketIssuer()
-        self.num_silent_pulses = 0
         self.links: dict[WorkerId, FrameLink] = {}
-        self.past_workers: set[WorkerId] = set()  #: linked in this life, each once
-        self.held: dict[Digest, messages.HeldChunks] = {}
+        self.held: dict[Digest, messages.HeldChunks] = {}  #: of models that it has chunks of
         self.speeds: dict[NodeId, messages.LinkSpeed] = {}
         self.pulse = messages.NodePulse((), 0)
 
@@ -51,9 +48,6 @@ class RemoteNode:
             else one
             for one in self.pulse.workers
         ]
-
-    def device_share(self, seat: int) -> float:
-        return 1.0 / max(1, self.hello.num_sharing)
 
     def trouble(self) -> str | None:
         return None if self.pulse.trouble is None else f"on node {self.node_id}: {self.pulse.trouble}"
@@ -110,8 +104,11 @@ class Nodes:
 
     def device_share(self, worker: WorkerId) -> float:
         """Return a worker's share of its device."""
-        node = self.others.get(node_of(worker))
-        return (self.local if node is None else node).device_share(seat_index(worker))
+        name = node_of(worker)
+        if name == LOCAL:
+            return 1.0 / self.local.devices.num_sharing
+        node = self.others.get(name)  # None: it was lost, and what its worker has said is not handled yet
+        return 1.0 if node is None else 1.0 / node.hello.num_sharing
 
     def labels_of(self, node: NodeId) -> Mapping[str, str]:
         return (self.others.get(node) or self.local).labels

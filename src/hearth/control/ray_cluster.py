@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -27,15 +27,12 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hearth.control.datadir import DataDir
-from hearth.control.observe.log_rotation import LogRotation
+from hearth.control.node_service import run_agent
 from hearth.core.config import ClusterConfig, HearthConfig, address_of, parse_address
 from hearth.core.errors import ConfigError, JoinRefused
-from hearth.node.agent import Agent
 from hearth.node.credentials import Authority, Credentials, keep_head, node_name
-from hearth.node.devices import check_host_memory, resolve
+from hearth.node.devices import Devices, check_host_memory, resolve
 from hearth.node.join import join
-from hearth.node.process_log import ProcessLog
-from hearth.node.worker_template import WorkerTemplate
 
 #: Between two looks at the nodes of Ray.
 POLL_S = 2.0
@@ -63,16 +60,6 @@ class RayNode:
     def bundle(self) -> dict[str, float]:
         """All that it has: two bundles never share a machine."""
         return {"GPU": self.num_gpus, "CPU": self.num_cpus} if self.num_gpus else {"CPU": self.num_cpus}
-
-
-@dataclass(frozen=True, slots=True)
-class NodeOrder:
-    """The settings of a node and its invitation to the cluster, for its actor."""
-
-    config: HearthConfig
-    head: str
-    name: str
-    token: str = field(repr=False)
 
 
 class RayNodes:
@@ -184,7 +171,7 @@ class RayNodes:
                 token = await asyncio.to_thread(self._new_token, node.name)
                 log.info("ray_agent_starting name=%s address=%s", node.name, node.address)
                 self._serving_since_s[node] = time.monotonic()
-                await actor.serve.remote(NodeOrder(self._config_of(node), self._head, node.name, token))
+                await actor.serve.remote(self._config_of(node), self._head, node.name, token)
             except JoinRefused as error:
                 log.warning("ray_agent_refused name=%s reason=`%s`", node.name, _cause(error))
                 return
@@ -218,10 +205,8 @@ class RayNodes:
 class NodeActor:
     """The process of a node, started by Ray."""
 
-    def serve(self, order: NodeOrder) -> None:
+    def serve(self, config: HearthConfig, head: str, name: str, token: str) -> None:
         """Run the agent, on the main thread: processes of the node end with the thread that started them."""
-        config = order.config
-        check_auth(config.cluster)
         devices = resolve(config.service)
         check_host_memory(config.store, devices)
         with (
@@ -233,31 +218,20 @@ class NodeActor:
                 level=config.log.level.upper(),
                 format="%(asctime)s %(levelname)s %(name)s %(message)s",
             )
-            process_log = ProcessLog(data_dir.log_path, to_stderr=False)
-
-            async def run() -> None:
-                rotation = LogRotation(data_dir.log_path)
-                credentials = await _credentials(order, data_dir.cluster_path)
-                template = WorkerTemplate(process_log.fd, config.service.start_s, lambda: None)
-                try:
-                    agent = Agent(config, devices, data_dir.path, credentials, process_log.fd, template)
-                    await agent.run()
-                finally:
-                    await rotation.close()
-
-            try:
-                runner.run(run())
-            finally:
-                process_log.close()
+            runner.run(_run(config, devices, data_dir, head, name, token))
 
 
-async def _credentials(order: NodeOrder, path: Path) -> Credentials:
+async def _run(
+    config: HearthConfig, devices: Devices, data_dir: DataDir, head: str, name: str, token: str
+) -> None:
     try:
-        return await join(order.head, order.token, order.name, path)
+        credentials = await join(head, token, name, data_dir.cluster_path)
     except JoinRefused:  # Ray calls `serve` again with the same token, which has expired
-        if (known := Credentials.open(path)) is None:
+        known = Credentials.open(data_dir.cluster_path)
+        if known is None:
             raise
-        return known
+        credentials = known
+    await run_agent(config, devices, data_dir, credentials)
 
 
 def check_auth(cluster: ClusterConfig) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from asyncio.subprocess import Process
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -28,6 +27,9 @@ from hearth.system.die_with_parent import die_with_parent
 
 if TYPE_CHECKING:
     from hearth.control.ray_cluster import RayNodes
+
+#: Before the process is started again, as often as Ray is not there.
+RESTART_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,6 @@ class RayProcess:
 
     def start(self) -> None:
         """Have nodes started. Call it when the head listens."""
-        self._go()
         self._keeping = processes.run_vital(self._keep())
 
     async def close(self) -> None:
@@ -95,29 +96,20 @@ class RayProcess:
             self._orders.write(msgspec.json.encode(order) + b"\n")
 
     async def _keep(self) -> None:
-        num_short_lives = 0
         while True:
             assert self._process is not None, "it was started before"
-            began_s = time.monotonic()
+            if self._process.returncode is None:
+                self._orders = self._process.stdin
+                assert self._orders is not None, "asked for a pipe"
+                self._orders.write(b"\n")
             code = await self._process.wait()
             self._orders = None
-            is_short = time.monotonic() - began_s < processes.SHORT_LIFE_S
-            num_short_lives = num_short_lives + 1 if is_short else 0
-            delay_s = processes.restart_delay_s(num_short_lives)
-            log.error("ray_process_ended code=%d next_try_s=%g", code, delay_s)
-            await asyncio.sleep(delay_s)
+            log.error("ray_process_ended code=%d next_try_s=%g", code, RESTART_S)
+            await asyncio.sleep(RESTART_S)
             try:
                 await self.connect()
             except (HearthError, OSError) as error:
                 log.error("ray_not_reached reason=%s", error)
-            else:
-                self._go()
-
-    def _go(self) -> None:
-        assert self._process is not None, "it was started before"
-        self._orders = self._process.stdin
-        assert self._orders is not None, "asked for a pipe"
-        self._orders.write(b"\n")
 
 
 async def run() -> int:

@@ -39,11 +39,11 @@ from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
-from hearth.core.config import CPU_HOST_BYTES, ClusterConfig, HearthConfig, ServiceConfig
+from hearth.core.config import ClusterConfig, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
 from hearth.core.types import LOCAL, Pace, pool_of
 from hearth.node.devices import Devices
-from hearth.node.local_node import LocalNode
+from hearth.node.local_node import LocalNode, socket_directory
 from hearth.node.process_log import ProcessLog, logs_to_stderr
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_template import WorkerTemplate
@@ -153,17 +153,6 @@ async def running(
                 "`service.workers` is 0, which only the head of a cluster can have: its nodes have the "
                 "workers; make this machine a head with `hearth cluster init`, or leave the setting out"
             )
-        local = LocalNode(
-            config,
-            devices,
-            data_dir.path,
-            process_log.fd,
-            receiver,
-            lambda _: fail_if_out(),
-            template,
-            credentials=None if authority is None else cluster_path,
-        )
-        nodes = Nodes(local, can_grow=_scaling_of(config.cluster) is not None)
 
         def fail_if_out() -> None:
             if (outage := nodes.outage()) is not None:
@@ -171,6 +160,19 @@ async def running(
             for node in nodes.failing():
                 driver.expect_workers(node, 0)
 
+        sockets = stack.enter_context(socket_directory(data_dir.path))
+        local = LocalNode(
+            config,
+            devices,
+            data_dir.path,
+            sockets,
+            process_log.fd,
+            receiver,
+            fail_if_out,
+            template,
+            credentials=None if authority is None else cluster_path,
+        )
+        nodes = Nodes(local, can_grow=_scaling_of(config.cluster) is not None)
         stack.push_async_callback(local.close)
         # Only while workers import their modules: later it would delay the tokenizers of requests.
         pinned_first = sorted(catalog.entries(), key=lambda entry: not entry.profile.is_pinned)
@@ -196,6 +198,7 @@ async def running(
                 driver,
                 receiver,
                 config,
+                sockets,
                 deployments.places,
                 Multicasts(catalog.manifest_of),
                 reports,
@@ -278,16 +281,6 @@ def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
         except SnapshotError as error:
             return str(error)
     return None
-
-
-def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
-    if devices.kind == "cpu" and config.store.unused_host_bytes:
-        log.warning(
-            "fallback host_bytes=%d reason=`a CPU holds models in its own memory alone, given: %d` "
-            "remedy=`raise service.memory_bytes instead`",
-            CPU_HOST_BYTES,
-            config.store.host_bytes,
-        )
 
 
 def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:

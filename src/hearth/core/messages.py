@@ -122,12 +122,6 @@ class ProcessAnswer(Struct, frozen=True):
     reads_natively: bool = True  #: False: without a C compiler the interpreter reads chunks
 
 
-class KeeperPulse(Struct, frozen=True):
-    """The keeper's answer to each further line of its standard input."""
-
-    books_held_s: float  #: since its books were last free; 0: they are
-
-
 # The handshake.
 
 

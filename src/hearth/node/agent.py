@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from socket import socket
 
 import msgspec
 
@@ -24,24 +23,21 @@ from hearth.core.errors import HearthError, JoinRefused, Unreachable
 from hearth.core.messages import WorkerEnded, WorkerHello
 from hearth.core.types import HEAD, NodeId, where_on_nodes
 from hearth.node.agent_socket import AgentSocket
-from hearth.node.channel import Channel, ClusterPort, connect
+from hearth.node.channel import PULSE_S, Channel, ClusterPort, connect
 from hearth.node.credentials import Credentials
+from hearth.node.data_admission import DataAdmission
 from hearth.node.devices import Devices
 from hearth.node.join import renew_if_due
 from hearth.node.link import FrameLink
-from hearth.node.local_node import LocalNode, new_socket_path
+from hearth.node.local_node import AGENT_SOCKET, LocalNode, socket_directory
 from hearth.node.processes import ErrorFile
 from hearth.node.relay import WorkerRelay
-from hearth.node.tickets import TicketCheck
 from hearth.node.worker_template import WorkerTemplate
 
-#: Between two pulses. A peer that sends nothing for `MAX_SILENT_PULSES` of them is lost.
-PULSE_S, MAX_SILENT_PULSES = 0.5, 6
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
+#: Before a head that is not reached is tried again.
+RETRY_S = 2.0
 #: Between two looks at the certificate's age, besides those before each connection.
 RENEWAL_S = 86400.0
-#: Models in one message about chunks, which has a limit of bytes.
-MAX_REPORTED = 256
 
 log = logging.getLogger(__name__)
 
@@ -68,18 +64,17 @@ class Agent:
         self._relays: dict[FrameLink, WorkerRelay] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._questions = AgentSocket()
-        self._silent_pulses = 0
-        self._tickets = TicketCheck(b"")  #: of the present life
 
     async def run(self) -> None:
         """Serve until cancelled. Raises HearthError: the head has refused the node, or workers cannot run."""
         async with AsyncExitStack() as stack:
+            self._sockets = stack.enter_context(socket_directory(self._path))
             stack.push_async_callback(self._close_local)
             cluster = self._config.cluster
-            port = ClusterPort(*parse_address(cluster.listen), self._take_data)
+            self._data = DataAdmission(self._sockets)
+            port = ClusterPort(*parse_address(cluster.listen), self._data.take)
             stack.push_async_callback(port.close)
-            self._socket = new_socket_path(self._path, "agent", stack)
-            server = await self._questions.listen(self._socket)
+            server = await self._questions.listen(self._sockets / AGENT_SOCKET)
             stack.callback(server.close)
             host_bytes = self._config.store.host_bytes
             seen_at = (None, port.port) if cluster.address is None else parse_address(cluster.address)
@@ -97,7 +92,7 @@ class Agent:
             await self._run_connections(hello)
 
     async def _run_connections(self, hello: messages.NodeHello) -> None:
-        delay_s, lost_s, told = FIRST_RETRY_S, time.monotonic(), ""
+        lost_s, told = time.monotonic(), ""
         while True:
             try:
                 channel, welcome = await self._greet(hello)
@@ -114,11 +109,10 @@ class Agent:
                     f"lost the head at {self._host}:{self._port}: {reason}; trying again until stopped"
                 )
                 log.warning("head_lost node=%s reason=%s", welcome.node, reason)
-                delay_s, lost_s, told = FIRST_RETRY_S, time.monotonic(), ""
+                lost_s, told = time.monotonic(), ""
             if time.monotonic() - lost_s > self._config.cluster.keep_host_s:
                 await self._close_local()
-            await asyncio.sleep(delay_s)
-            delay_s = min(2.0 * delay_s, LONGEST_RETRY_S)
+            await asyncio.sleep(RETRY_S)
 
     def _describe(self, welcome: messages.NodeWelcome) -> str:
         names = self._devices.names()
@@ -139,8 +133,8 @@ class Agent:
 
     async def _live(self, channel: Channel, welcome: messages.NodeWelcome) -> str:
         """Serve the head until it is lost; return why. Raises HearthError, which ends the agent."""
-        self._node, self._silent_pulses = welcome.node, 0
-        self._tickets = TicketCheck(welcome.ticket_key)
+        self._node = welcome.node
+        self._data.begin(welcome.ticket_key, is_encrypted=welcome.is_encrypted)
         self._questions.head_found(channel.send)
         tasks = [
             asyncio.create_task(work)
@@ -158,12 +152,11 @@ class Agent:
             return channel.why_ended or "it closed the connection"
         finally:
             self._questions.head_lost()
+            self._data.end()
             for task in (*tasks, *self._tasks):
                 task.cancel()
             await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
-            if self._local is not None:
-                self._local.tickets = None
-                await self._stop_workers()
+            await self._stop_workers()
             channel.close()
 
     async def _renew(self) -> None:
@@ -180,11 +173,12 @@ class Agent:
                 config,
                 self._devices,
                 self._path,
+                self._sockets,
                 self._errors,
                 self,
                 template=self._template,
-                agent_socket=self._socket,
                 credentials=self._credentials.path,
+                is_head=False,
             )
             try:
                 await local.start()
@@ -193,7 +187,6 @@ class Agent:
                 raise
             self._local = local
         self._local.config = config
-        self._local.admit_data(self._tickets, is_encrypted=welcome.is_encrypted)
         self._local.start_workers(welcome.node)
         reports = asyncio.create_task(self._report(self._local, channel))
         try:
@@ -203,10 +196,10 @@ class Agent:
 
     async def _stop_workers(self) -> None:
         """End all workers for the sake of the node: no model is to blame."""
-        assert self._local is not None, "it runs them"
         for link in self._relays:
             link.ended = WorkerEnded("was stopped with its node", is_with_node=True)
-        await self._local.supervisor.stop_workers()
+        if self._local is not None:
+            await self._local.supervisor.stop_workers()
 
     async def _close_local(self) -> None:
         if (local := self._local) is not None:
@@ -215,10 +208,7 @@ class Agent:
 
     async def _pulse(self, channel: Channel) -> None:
         while True:
-            self._silent_pulses += 1
-            if self._silent_pulses > MAX_SILENT_PULSES:  # time in which this process was stopped counts once
-                channel.abort(f"it was silent for {MAX_SILENT_PULSES * PULSE_S:g} s")
-                return
+            channel.count_pulse()
             local = self._local
             channel.send(
                 messages.NodePulse(
@@ -233,23 +223,21 @@ class Agent:
     async def _report(self, local: LocalNode, channel: Channel) -> None:
         while True:
             held, links = await local.changes()
-            for begin in range(0, len(held), MAX_REPORTED):
-                channel.send(messages.ChunkReport(held[begin : begin + MAX_REPORTED]))
+            if held:
+                channel.send(messages.ChunkReport(held))
             if links:
                 channel.send(messages.LinkReport(links))
 
     async def _receive(self, channel: Channel) -> None:
         while (message := await channel.receive()) is not None:
-            self._silent_pulses, local = 0, self._local
+            local = self._local
             match message:
                 case messages.RequestCounts(num_by_model) if local is not None:
                     self._start(_told(local.keeper.count_requests(num_by_model)))
                 case messages.ForgetChunks(model) if local is not None:
                     self._start(_told(local.keeper.forget(where_on_nodes(model))))
                 case messages.DropPeer(node):
-                    self._tickets.refuse(node)  # also while the keeper starts
-                    if local is not None:
-                        local.drop_peer(node)
+                    self._data.drop_peer(node)
                 case messages.TicketGranted(host=""):  # of the head, whose address this node knows
                     here = msgspec.structs.replace(message, host=self._host, port=self._port)
                     self._questions.answered(here)
@@ -259,12 +247,6 @@ class Agent:
                     raise JoinRefused(reason)
                 case _:
                     pass  # a pulse
-
-    def _take_data(self, connection: socket, ticket: bytes) -> None:
-        if self._local is None:
-            connection.close()
-        else:
-            self._local.take_data(connection, ticket)
 
     # What workers tell.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,13 +31,8 @@ class AgentSocket:
         self._asked: dict[int, asyncio.Future[Answer]] = {}
 
     async def listen(self, path: Path) -> asyncio.Server:
-        """Answer at `path`, for the owner alone, until the server is closed."""
-        path.unlink(missing_ok=True)
-        mask = os.umask(0o177)
-        try:
-            return await asyncio.start_unix_server(self._answer_all, path, limit=MAX_QUESTION_BYTES)
-        finally:
-            os.umask(mask)
+        """Answer at `path`, in a directory of the owner alone, until the server is closed."""
+        return await asyncio.start_unix_server(self._answer_all, path, limit=MAX_QUESTION_BYTES)
 
     def head_found(self, ask: Callable[[Question], None]) -> None:
         """`ask` sends a question to the head, whose answer comes by `answered`."""

@@ -37,6 +37,8 @@ STRANGER_S = 5.0
 #: The longest message of a peer without a certificate.
 MAX_STRANGER_BYTES = 16 << 10
 CONNECT_S, ANSWER_S = 5.0, 10.0
+#: Between two pulses of a member. One that sends nothing for `MAX_SILENT_PULSES` of them is lost.
+PULSE_S, MAX_SILENT_PULSES = 0.5, 6
 #: How long the end of a connection waits for the peer.
 CLOSE_S = 1.0
 #: How long sent bytes may stay unacknowledged. Heartbeats notice a lost machine sooner.
@@ -55,6 +57,7 @@ class Channel(FrameLink):
         super().__init__()
         self.peer: str | None = None  #: verified name; None: the peer has shown no certificate
         self.key = ""  #: hash of the key in the peer's certificate
+        self.num_silent_pulses = 0
         self._frames: deque[bytes] = deque()  #: not received yet
         self._changed = asyncio.Event()
 
@@ -99,6 +102,15 @@ class Channel(FrameLink):
                 raise JoinRefused(reason) if is_final else Unreachable(reason)
         raise JoinRefused(f"the head has answered {type(answer).__name__}; install the same Hearth on both")
 
+    def count_pulse(self) -> None:
+        """End a connection that is silent for too long. Call it every `PULSE_S`.
+
+        Pulses are counted and not time: while this process is stopped, peers are not silent.
+        """
+        self.num_silent_pulses += 1
+        if self.num_silent_pulses > MAX_SILENT_PULSES:
+            self.abort(f"it was silent for {MAX_SILENT_PULSES * PULSE_S:g} s")
+
     def become_link(self, worker: WorkerId, receiver: Receiver) -> None:
         """Pass further frames, which are those of a worker, to `receiver`. Raises ConnectionResetError."""
         if self._transport is None:
@@ -123,6 +135,7 @@ class Channel(FrameLink):
         return MAX_STRANGER_BYTES if self.peer is None else wire.MAX_FRAME_BYTES
 
     def _take(self, body: bytes) -> None:
+        self.num_silent_pulses = 0
         if self.worker is not None:
             super()._take(body)
             return

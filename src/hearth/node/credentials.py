@@ -10,7 +10,6 @@
       ca.key           0600: private key of the authority
       tokens.json      0600: hashes of the tokens' secrets, and when they expire by the head's clock
       members.json     0600: hash of each node's public key
-      lives.json       0600: how often nodes of each name have joined
 
 A certificate names a node, not its address, which may change. A node is a member while members.json has the
 key of its certificate. A secret is 256 random bits, so a fast hash is safe.
@@ -42,7 +41,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from hearth.core.atomic_file import write_file
 from hearth.core.errors import ConfigError, JoinRefused
-from hearth.core.types import HEAD, LOCAL, NodeId, server_name
+from hearth.core.types import HEAD, LOCAL, server_name
 from hearth.store.transfer.data_connection import tls_context
 
 T = TypeVar("T")
@@ -206,14 +205,6 @@ class Authority:
         known = self._members().get(name)
         return known is not None and known.key == key
 
-    def begin_life(self, name: str) -> NodeId:
-        """Return an id that no earlier life of a node had, also before the head was restarted."""
-        with self._changing():
-            lives = self._read("lives.json", dict[str, int])
-            life = lives.get(name, 0)
-            self._write("lives.json", lives | {name: life + 1})
-        return NodeId(f"{name}.{life}" if life else name)
-
     def remove(self, name: str) -> None:
         """Raises ConfigError if no node has that name."""
         with self._changing():
@@ -297,15 +288,10 @@ class Credentials:
         start, end = self._certificate.not_valid_before_utc, self._certificate.not_valid_after_utc
         return datetime.now(UTC) > start + (end - start) / 2
 
-    def request(self) -> bytes:
-        """Return the request for a new certificate."""
-        return signing_request(self.name, _read_key(self.path / "node.key"))
-
     def server_context(self) -> ssl.SSLContext:
         """Return a context that verifies the certificate of a client that has one."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_OPTIONAL
-        context.num_tickets = 0  # each connection shows its certificate anew
         return context
 
     def client_context(self) -> ssl.SSLContext:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hearth.core.config import ServiceConfig, StoreConfig
+from hearth.core.config import CPU_HOST_BYTES, ServiceConfig, StoreConfig
 from hearth.core.errors import ConfigError, DeviceError
 from hearth.system.cpus import num_usable_cores
 from hearth.system.host_memory import machine_bytes
@@ -35,11 +35,6 @@ class Devices:
     @property
     def num_sharing(self) -> int:
         return -(-self.num_workers // len(self.indices))
-
-    def share_of(self, index: int) -> float:
-        num_devices = len(self.indices)
-        num_sharing = len(range(index % num_devices, self.num_workers, num_devices))
-        return 1.0 / num_sharing
 
     def names(self) -> tuple[str, ...]:
         """Return the device of each worker, for people."""
@@ -73,6 +68,14 @@ def resolve(service: ServiceConfig) -> Devices:
 
 
 def check_host_memory(store: StoreConfig, devices: Devices) -> None:
+    """Raises ConfigError if the machine never has it; logs that a CPU does not use it."""
+    if devices.kind == "cpu" and store.unused_host_bytes:
+        log.warning(
+            "fallback host_bytes=%d reason=`a CPU holds models in its own memory alone, given: %d` "
+            "remedy=`raise service.memory_bytes instead`",
+            CPU_HOST_BYTES,
+            store.host_bytes,
+        )
     limit_bytes = machine_bytes()
     if devices.kind == "cuda" and store.host_bytes > limit_bytes:
         raise ConfigError(

@@ -56,7 +56,8 @@ async def join(address: str, token: str, name: str, path: Path) -> Credentials:
 async def renew(credentials: Credentials) -> Credentials:
     """Get a new certificate for the same name and key. Raises JoinRefused and Unreachable."""
     channel = await connect(*parse_address(credentials.head), credentials.client_context(), HEAD)
-    message = Join(token_id="", secret="", name=credentials.name, request=credentials.request())
+    request = signing_request(credentials.name, own_key(credentials.path))
+    message = Join(token_id="", secret="", name=credentials.name, request=request)
     certificate_pem = await _certificate(channel, message)
     ca_pem = (credentials.path / "ca.pem").read_bytes()
     return keep_certificate(credentials.path, ca_pem, certificate_pem, credentials.head)

@@ -13,25 +13,25 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from socket import socket
 
 from hearth.core.config import HearthConfig
-from hearth.core.errors import HearthError, NoWorkers
+from hearth.core.errors import HearthError
 from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.core.node_messages import HeldChunks, LinkSpeed, WorkerStatus
 from hearth.core.types import LOCAL, Digest, NodeId, WorkerId, stage_socket
+from hearth.node.data_admission import PEERS_SOCKET
 from hearth.node.devices import Devices
 from hearth.node.link import FrameLink, WorkerLink, WorkerReceiver
 from hearth.node.processes import ErrorFile, Vigilance
 from hearth.node.supervisor import Supervisor
-from hearth.node.tickets import TicketCheck
 from hearth.node.worker_template import WorkerTemplate
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.transfer.data_connection import drop_peer, hand_over
 
+#: Where the agent of this machine answers, in the directory of its sockets.
+AGENT_SOCKET = "agent.sock"
 #: Longer paths do not fit the address of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 100
 LONGEST_WORKER = WorkerId("w999999.999999999")
@@ -49,52 +49,49 @@ class LocalNode:
         config: HearthConfig,
         devices: Devices,
         path: Path,
+        sockets: Path,
         errors: ErrorFile,
         receiver: WorkerReceiver,
-        on_outage: Callable[[NoWorkers], None] = lambda error: None,
+        on_failed_start: Callable[[], None] = lambda: None,
         template: WorkerTemplate | None = None,
         *,
-        agent_socket: Path | None = None,
         credentials: Path | None = None,
+        is_head: bool = True,
     ) -> None:
         """`path`: the data directory. `receiver` takes what workers send, after this node itself.
 
-        `agent_socket`, `credentials`: as in `KeeperSetup`; None outside of a cluster. The head has no agent:
-        it answers its workers at `self.agent_socket`, and its keeper asks nothing. Others as in `Supervisor`.
+        `sockets`: a `socket_directory`, where the agent answers at `AGENT_SOCKET`, or the head its own
+        workers; the keeper of a head asks nothing. `credentials`: as in `KeeperSetup`; None outside of a
+        cluster. Others as in `Supervisor`.
         """
         self.config, self.devices = config, devices
-        self._path, self._receiver = path, receiver
+        self._path, self._sockets, self._receiver = path, sockets, receiver
         self._secret, self._port = secrets.token_bytes(32), 0
-        self._stack = ExitStack()
-        self._socket = new_socket_path(path, "keeper", self._stack)
-        self._stages_path = _new_socket_directory(path, "stages", self._stack)
-        self._credentials, self._peers_socket, self.agent_socket = credentials, None, agent_socket
-        if credentials is not None:
-            self._peers_socket = new_socket_path(path, "peers", self._stack)
-            self.agent_socket = agent_socket or new_socket_path(path, "agent", self._stack)
+        self._server: asyncio.Server | None = None  #: that workers connect to
+        self._keeper_socket = sockets / "keeper.sock"
+        self._credentials = None if credentials is None else str(credentials)
+        self._agent_socket = None if credentials is None else str(sockets / AGENT_SOCKET)
         service, store = config.service, config.store
         self.supervisor = Supervisor(
             setup_of=self._setup_of,
             keeper=KeeperSetup(
-                socket=str(self._socket),
+                socket=str(self._keeper_socket),
                 kind=devices.kind,
                 path=str(path),
                 disk_bytes=store.disk_bytes,
                 host_bytes=store.host_bytes,
                 log_level=config.log.level,
-                agent_socket=_text(agent_socket),
-                credentials=_text(credentials),
-                peers_socket=_text(self._peers_socket),
+                agent_socket=None if is_head else self._agent_socket,
+                credentials=self._credentials,
+                peers_socket=None if credentials is None else str(sockets / PEERS_SOCKET),
             ),
             num_workers=devices.num_workers,
             vigilance=Vigilance(service.start_s, service.heartbeat_s, service.max_missed),
             errors=errors,
-            on_outage=on_outage,
+            on_failed_start=on_failed_start,
             template=template,
         )
-        self.keeper = KeeperClient(self._socket)
-        self.tickets: TicketCheck | None = None  #: of the present life; None: no data connection is admitted
-        self.is_encrypted = True
+        self.keeper = KeeperClient(self._keeper_socket)
         self.host_used_bytes = self.num_not_kept = 0  #: as reported last
         self._asking_s = 0.0  #: how long the keeper took to answer what it has
         self._reported: dict[Digest, HeldChunks] = {}
@@ -102,61 +99,29 @@ class LocalNode:
 
     async def start(self) -> None:
         """Returns when the keeper is ready and workers can be started. Raises HearthError."""
-        server = await asyncio.get_running_loop().create_server(
+        self._server = await asyncio.get_running_loop().create_server(
             lambda: WorkerLink(self._secret, self.supervisor.expects, self), "127.0.0.1", 0
         )
-        self._stack.callback(server.close)
-        self._port = server.sockets[0].getsockname()[1]
+        self._port = self._server.sockets[0].getsockname()[1]
         await self.supervisor.start_keeper()
 
     def start_workers(self, node: NodeId) -> None:
+        """Begin a life of this node: `changes` reports everything anew."""
+        self._reported, self._links = {}, {}
         self.supervisor.start_workers("" if node == LOCAL else f"{node}/")
 
     async def close(self) -> None:
         await self.supervisor.close()
-        self._stack.close()
+        if self._server is not None:
+            self._server.close()
 
     # What the head asks.
 
     def workers(self) -> list[WorkerStatus]:
         return self.supervisor.workers()
 
-    def device_share(self, seat: int) -> float:
-        return self.devices.share_of(seat)
-
     def trouble(self) -> str | None:
         return self.supervisor.trouble()
-
-    # What other nodes get.
-
-    def admit_data(self, tickets: TicketCheck, *, is_encrypted: bool) -> None:
-        """Begin a life of this node: admit data connections, and report all chunks anew."""
-        self.tickets, self.is_encrypted = tickets, is_encrypted
-        self._reported, self._links = {}, {}
-
-    def take_data(self, connection: socket, ticket: bytes) -> None:
-        """Give a data connection to the keeper or a worker, by its ticket. Closes the caller's copy."""
-        with connection:
-            claim = None if self.tickets is None else self.tickets.admit(ticket)
-            if claim is None or self._peers_socket is None:
-                log.warning("data_refused reason=`the ticket is forged, used or of an earlier life`")
-                return
-            path, is_encrypted = self._peers_socket, self.is_encrypted
-            if claim.worker is not None:  # prompts can be guessed from what workers send
-                path, is_encrypted = stage_socket(self._stages_path, claim.worker), True
-            try:
-                hand_over(path, connection, claim.source, is_encrypted=is_encrypted)
-            except OSError as error:  # it is being replaced, and the peer asks again
-                log.warning("data_refused source=%s path=%s reason=%s", claim.source, path, error)
-
-    def drop_peer(self, node: NodeId) -> None:
-        """End the data connections of a node that was lost or removed, and admit no more."""
-        if self.tickets is None or self._peers_socket is None:
-            return
-        self.tickets.refuse(node)
-        for path in (self._peers_socket, *self._stages_path.glob("*.sock")):
-            with suppress(OSError):  # that process has ended, and so have its connections
-                drop_peer(path, node)
 
     async def changes(self) -> tuple[tuple[HeldChunks, ...], tuple[LinkSpeed, ...]]:
         """Return which chunks the keeper has and how fast links are, for what changed since the last call.
@@ -199,7 +164,7 @@ class LocalNode:
 
     def _setup_of(self, index: int, worker: WorkerId) -> WorkerSetup:
         config, devices = self.config, self.devices
-        for stale in self._stages_path.glob(f"w{index}.*"):  # a worker that was killed leaves its socket
+        for stale in self._sockets.glob(f"w{index}.*"):  # a worker that was killed leaves its socket
             stale.unlink(missing_ok=True)
         return WorkerSetup(
             worker=worker,
@@ -210,45 +175,36 @@ class LocalNode:
             device_index=devices.indices[index % len(devices.indices)],
             num_sharing=devices.num_sharing,
             budget_bytes=config.service.memory_bytes,
-            keeper_socket=str(self._socket),
+            keeper_socket=str(self._keeper_socket),
             kernels_path=str(self._path / "kernels"),
             engine=config.engine.plain(),
             num_threads=devices.threads_per_worker,
             log_level=config.log.level,
-            stages_path=str(self._stages_path),
-            agent_socket=_text(self.agent_socket),
-            credentials=_text(self._credentials),
+            stages_path=str(self._sockets),
+            agent_socket=self._agent_socket,
+            credentials=self._credentials,
             turns=config.service.turns,
             snapshots_path=str(self._path / "snapshots") if config.store.snapshot_bytes else None,
             snapshot_bytes=config.store.snapshot_bytes,
         )
 
 
-def new_socket_path(path: Path, name: str, stack: ExitStack | AsyncExitStack) -> Path:
-    """Return a socket path of this process, whose predecessor may have left processes behind.
+@contextmanager
+def socket_directory(path: Path) -> Iterator[Path]:
+    """Make a directory for the Unix sockets of this process and its workers, for the owner alone.
 
-    `path`: the data directory. The socket ends with the stack. A path too long for one is replaced.
+    `path`: the data directory. A predecessor may have left its own, and processes that use it. A path too
+    long for sockets is replaced.
     """
-    for stale in (path / "run").glob(f"{name}-*.sock"):
-        stale.unlink(missing_ok=True)
-    socket = path / "run" / f"{name}-{os.getpid()}.sock"
-    if len(os.fsencode(socket)) <= MAX_SOCKET_PATH_BYTES:
-        stack.callback(socket.unlink, missing_ok=True)
-        return socket
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-"))) / f"{name}.sock"
-
-
-def _new_socket_directory(path: Path, name: str, stack: ExitStack) -> Path:
-    """Make a directory for sockets with the names of workers, for the owner alone; otherwise as above."""
-    for stale in (path / "run").glob(f"{name}-*"):
+    for stale in (path / "run").glob("sockets-*"):
         shutil.rmtree(stale, ignore_errors=True)
-    directory = path / "run" / f"{name}-{os.getpid()}"
+    directory = path / "run" / f"sockets-{os.getpid()}"
     if len(os.fsencode(stage_socket(directory, LONGEST_WORKER))) > MAX_SOCKET_PATH_BYTES:
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-")))
+        with tempfile.TemporaryDirectory(prefix="hearth-") as short:
+            yield Path(short)
+        return
     directory.mkdir(mode=0o700, parents=True)
-    stack.callback(shutil.rmtree, directory, ignore_errors=True)
-    return directory
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -34,12 +34,12 @@ class Supervisor:
         num_workers: int,
         vigilance: Vigilance,
         errors: ErrorFile,
-        on_outage: Callable[[NoWorkers], None] = lambda error: None,
+        on_failed_start: Callable[[], None] = lambda: None,
         template: WorkerTemplate | None = None,
     ) -> None:
-        """`on_outage` is called while no worker comes up. `template` None: workers are spawned."""
-        self._errors, self._on_outage, self._template = errors, on_outage, template
-        self.keeper = KeeperProcess(keeper, vigilance, errors, self._tell_outage)
+        """`on_failed_start`: of a worker or the keeper. `template` None: workers are spawned."""
+        self._errors, self._on_failed_start, self._template = errors, on_failed_start, template
+        self.keeper = KeeperProcess(keeper, vigilance, errors, on_failed_start)
         self._setup_of, self._num_workers, self._vigilance = setup_of, num_workers, vigilance
         self.seats = self._new_seats("")
         #: Done when a worker has said that its settings are wrong: no restart would help.
@@ -118,7 +118,7 @@ class Supervisor:
                 self._launch,
                 self._vigilance,
                 self.keeper.is_ready,
-                self._tell_outage,
+                self._on_failed_start,
             )
             for index in range(self._num_workers)
         ]
@@ -132,16 +132,7 @@ class Supervisor:
         forked = None if self._template is None else await self._template.fork(setup, beacon)
         return forked or await spawn("hearth.worker", setup, self._errors, beacon)
 
-    def _tell_outage(self) -> None:
-        if (outage := self.outage()) is not None:
-            self._on_outage(outage)
-
 
 def seat_of(worker: WorkerId) -> str:
     """Return the name of a worker without lives: `gpu-2/w0` for `gpu-2.1/w0.3`."""
     return "/".join(map(name_of, worker.split("/")))
-
-
-def seat_index(worker: WorkerId) -> int:
-    """Return the seat of a worker or of one of its successors, by its name: `w0`, then `w0.1`."""
-    return int(seat_of(worker).rpartition("/")[2].removeprefix("w"))

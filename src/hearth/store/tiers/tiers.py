@@ -283,14 +283,6 @@ class Tiers:
         book = self.fetcher.book
         return (book.num_resident + book.num_filling) * self.segment.cell_bytes
 
-    def pass_books(self) -> None:
-        """Take each lock of the tiers once. Returns never if threads are deadlocked."""
-        self.fetcher.resident(())
-        self.prices.bytes_per_s(Rung.HOST)
-        _ = self.disk.used_bytes
-        if self.peers is not None:
-            self.peers.links()
-
     def close(self) -> None:
         self.fetcher.close()
         if self.peers is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 
@@ -10,13 +9,12 @@ from hearth.core.errors import StoreError
 
 
 class OwnerSocket:
-    """Listens until `stop`. Only the user who owns it may connect."""
+    """Listens until `stop`, in a directory that only its owner may enter."""
 
     def __init__(self, path: Path) -> None:
         """Take the place of a process that is gone. Raises StoreError."""
         self.path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        mask = os.umask(0o177)
         try:
             if path.is_socket():
                 path.unlink()
@@ -25,8 +23,6 @@ class OwnerSocket:
         except OSError as error:
             self._listener.close()
             raise StoreError(f"cannot listen at `{path}`: {error}; use another path") from error
-        finally:
-            os.umask(mask)
 
     def accept(self) -> socket.socket:
         """Wait for a connection. Raises OSError, also once stopped."""
