@@ -319,10 +319,9 @@ def test_a_node_that_was_stopped_returns_with_another_id(cluster: SmallCluster) 
     assert stream(cluster.head).text == whole_text
 
 
-def test_nodes_return_to_a_restarted_head_with_host_memory_for_as_long_as_they_keep_it(
+def test_nodes_and_drains_return_to_a_restarted_head_and_host_memory_for_as_long_as_it_is_kept(
     cluster: SmallCluster,
 ) -> None:
-    before = cluster.wait_for("one")
     whole_text = stream(cluster.head).text
     brief = cluster.start("brief", "--set", "cluster.keep_host_s=0.1")
     cluster.wait_for("brief")
@@ -332,11 +331,14 @@ def test_nodes_return_to_a_restarted_head_with_host_memory_for_as_long_as_they_k
     eventually("the node notices", lambda: "lost the head" in cluster.nodes["one"].output())
     eventually("host memory is given up", lambda: keeper_of(brief.process.pid) is None)
     cluster.start_head()
-    assert cluster.wait_for("one") != before
+    cluster.wait_for("one")
     assert keeper_of(cluster.nodes["one"].process.pid) == kept
     cluster.wait_for("brief")
     assert stop(brief) == 0
-    cluster.drain("local")
+    assert cluster.head.cli("nodes", "rm", "brief", "--yes").returncode == 0
+    local = cluster.node("local")
+    assert local is not None
+    assert local["state"] == "draining"
     assert stream(cluster.head).text == whole_text
 
 
@@ -344,6 +346,7 @@ def test_a_model_with_labels_runs_only_on_nodes_that_have_them(whole: SmallClust
     def ask() -> httpx.Response:
         return whole.head.http.post("/v1/completions", json={"model": "labelled", "prompt": "x"})
 
+    whole.wait_for("one")  # until then, it may have the label
     deployed = whole.head.deploy(shelf.places["tiny-a"], "labelled", labels=["zone=a"])
     reason = "needs nodes labelled zone=a, which `cpu` is not"
     assert reason in deployed.json()["warning"]
@@ -357,6 +360,7 @@ def test_a_model_with_labels_runs_only_on_nodes_that_have_them(whole: SmallClust
     assert explained["worker"] == "three/w0"
     assert reason in str(explained["options"])
     assert stop(whole.nodes["three"]) == 0
+    assert whole.head.cli("nodes", "rm", "three", "--yes").returncode == 0
     eventually("its node is gone", lambda: reason in ask().text)
 
 

@@ -65,7 +65,7 @@ class Cluster:
         self._config, self._places, self._multicasts = config, places, multicasts
         self._sockets, self._data = sockets, DataAdmission(sockets)
         self._reports, self._metrics = reports, metrics
-        self._drained: set[str] = set()  #: names of nodes
+        self._drained = authority.drained()  #: names of nodes
         self._num_lives: Counter[str] = Counter()  #: of nodes, by name: no id is given twice
         self._reasons: dict[str, str] = {}  #: why nodes were lost last, by name
         self._own_tickets = TicketIssuer()
@@ -92,6 +92,8 @@ class Cluster:
         self._questions.head_found(self._answer_own)
         self._answering = await self._questions.listen(self._sockets / AGENT_SOCKET)
         self.models_changed()
+        if LOCAL in self._drained:
+            self._driver.post(events.NodeDraining(self._driver.now_s, LOCAL, True))
         for name in self._authority.names():
             self._await_member(name)
         works = (self._watch(), self._report(), self._tell_places())
@@ -388,6 +390,7 @@ class Cluster:
         if name not in known:
             raise RequestError(f"no node is called `{name:.80}`; nodes: {', '.join(known)}")
         (self._drained.add if is_draining else self._drained.discard)(name)
+        self._authority.keep_drained(self._drained)
         lives = [node.node_id for node in self._nodes.others.values() if node.name == name]
         for node_id in [LOCAL] if name == LOCAL else lives:
             self._driver.post(events.NodeDraining(self._driver.now_s, node_id, is_draining))
@@ -395,7 +398,9 @@ class Cluster:
     async def remove(self, name: str) -> None:
         """Remove a node from the cluster, for good. Raises ConfigError if there is none."""
         await asyncio.to_thread(self._authority.remove, name)
-        self._drained.discard(name)
+        if name in self._drained:
+            self._drained.discard(name)
+            self._authority.keep_drained(self._drained)
         self._reports.chunks_not_kept(NodeId(name), 0)
         for node in list(self._nodes.others.values()):
             if node.name == name:

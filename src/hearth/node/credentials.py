@@ -10,6 +10,7 @@
       ca.key           0600: private key of the authority
       tokens.json      0600: hashes of the tokens' secrets, and when they expire by the head's clock
       members.json     0600: hash of each node's public key
+      drained.json     0600: names of nodes that get no requests
 
 A certificate names a node, not its address, which may change. A node is a member while members.json has the
 key of its certificate. A secret is 256 random bits, so a fast hash is safe.
@@ -25,7 +26,7 @@ import re
 import secrets
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -213,6 +214,14 @@ class Authority:
                 known = ", ".join(sorted(members)) or "none"
                 raise ConfigError(f"no node of the cluster is called {name!r:.80}; nodes: {known}")
             self._write("members.json", members)
+
+    def drained(self) -> set[str]:
+        """Return the names of nodes that get no requests, which outlast a restart of the head."""
+        return set(self._read("drained.json", dict[str, bool]))
+
+    def keep_drained(self, names: Iterable[str]) -> None:
+        with self._changing():
+            self._write("drained.json", dict.fromkeys(sorted(names), True))
 
     def _enrol(self, name: str, csr_pem: bytes) -> bytes:
         """Sign for a new name, or for a member's own key, as when an earlier answer was lost."""
