@@ -111,7 +111,7 @@ journals: $(READY) ## record the journals in tests/data again, after decisions h
 	  --journal tests/data/journals/chaos.jsonl.gz
 
 test-gpu: ## tests that need a CUDA device, with this machine's own python3
-	OMP_NUM_THREADS=2 $(ON_GPU) -m pytest -m gpu -n 8 -p no:benchmark $(NOT_ON_GPU:%=--ignore=%) tests
+	OMP_NUM_THREADS=2 $(ON_GPU) -m pytest -m gpu -n 12 -p no:benchmark $(NOT_ON_GPU:%=--ignore=%) tests
 
 bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine; SAVE=1 keeps the result; ARGS
 	@test -n "$(filter $(BENCHES),$(WHAT))" || \
