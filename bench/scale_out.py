@@ -217,7 +217,13 @@ def compare(workload: Workload, num_processes: int) -> tuple[list[Row], list[dic
         value = values.pop("Hearth")
         ideal = values.pop(NO_LOADS, None)
         rows.append(
-            Row(f"{workload.name}: {what}", "s" if value_of is _p90_s else "", value, ideal, peers=values)
+            Row(
+                f"{workload.name}: {what}",
+                "s" if value_of is _p90_s else "currency",
+                value,
+                ideal,
+                peers=values,
+            )
         )
     return rows, [{**_dials(run), **asdict(report)} for run, report in done]
 

@@ -198,7 +198,7 @@ def test_a_snapshot_can_be_read_after_a_class_has_moved(
 
 def test_a_snapshot_whose_records_do_not_belong_together_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    rotated(path, 3, max_bytes=60_000)
+    rotated(path, 2, max_bytes=50_000)
     header, *events = path.read_text().splitlines(keepends=True)
     changed = json.loads(header)
     changed["fleet"]["replicas"][0]["worker"] = "nowhere"
