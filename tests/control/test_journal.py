@@ -198,7 +198,7 @@ def test_a_snapshot_can_be_read_after_a_class_has_moved(
 
 def test_a_snapshot_whose_records_do_not_belong_together_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    rotated(path, 2, max_bytes=60_000)
+    rotated(path, 2, max_bytes=50_000)
     header, *events = path.read_text().splitlines(keepends=True)
     changed = json.loads(header)
     changed["fleet"]["replicas"][0]["worker"] = "nowhere"
@@ -231,7 +231,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, damaged: str, why: str) -> None
 FORMAT = {
     "BrainConfig": (
         "max_queue patience_s max_drain_s takes_turns max_resumes queue_weight load_weight packing_s "
-        "spread_s scaling while_loading priors"
+        "spread_s scaling while_loading first_token_s priors"
     ),
     "Arrivals": "last_s num_short num_long",
     "CancelRun": "request_id worker",
@@ -242,7 +242,7 @@ FORMAT = {
     "Dispatch": "request_id model worker why waited_s options",
     "DrainState": "model worker began_s victims gone more",
     "End": "done failed stopped",
-    "Estimates": "reload mean_run_s run_s_by_model links token_s_by_model arrivals",
+    "Estimates": "reload mean_run_s run_s_by_model links token_s_by_model least_token_s arrivals",
     "Evict": "model worker cost_s is_freed",
     "FleetState": (
         "now_s step_number num_added most_by_node next_number timer_s kept_until_s estimates resting "
@@ -281,12 +281,12 @@ FORMAT = {
     "Replica": (
         "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s has_served "
         "is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin is_pin_refused "
-        "notified_hold prefixes spare"
+        "notified_hold prefixes num_prompt_tokens max_kv_tokens prompts_until_s spare"
     ),
     "ReplicaState": "model worker facts running stages",
     "Request": (
-        "request_id number keep_alive_s digest line_s is_batch adapter prefixes num_losses queued_s "
-        "queued_step started_s awaits_turn"
+        "request_id number keep_alive_s digest line_s is_batch adapter prefixes num_prompt_tokens num_losses "
+        "queued_s queued_step started_s awaits_turn"
     ),
     "RequestArrived": (
         "now_s request_id model num_prompt_tokens max_tokens keep_alive_s digest is_batch adapter prefixes"

@@ -19,6 +19,7 @@ from hearth.core.config import parse_bytes
 from hearth.core.errors import ConfigError
 from hearth.core.types import Pace
 from hearth.sim.arrivals import Lengths, draw_trace, steady
+from hearth.sim.network import Transfers
 from hearth.sim.profile import Profile
 from hearth.sim.report import Percentiles, SimulationReport
 from hearth.sim.run import simulate as run_simulation
@@ -48,6 +49,14 @@ def simulate(
     link: Annotated[
         float, typer.Option("--link", metavar="GBIT/S", help="Network of each machine, in each direction.")
     ] = 25.0,
+    disk: Annotated[
+        float | None,
+        typer.Option(
+            "--disk",
+            metavar="GB/S",
+            help="Disk of each machine, which has all models; without it, only the first machine has them.",
+        ),
+    ] = None,
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory per worker.")] = "24GiB",
     policy: Annotated[
         Policy,
@@ -94,6 +103,10 @@ def simulate(
         float,
         typer.Option("--on-time", min=0, metavar="SECONDS", help="A later first token counts as late."),
     ] = 1.0,
+    device_hour_price: Annotated[
+        float | None,
+        typer.Option("--device-hour-price", min=0, metavar="PRICE", help="Price of a device per hour."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Random seed.")] = 0,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
@@ -128,7 +141,8 @@ def simulate(
         memory_bytes=parse_bytes(memory),
         num_workers=workers,
         num_nodes=nodes,
-        link_bytes_per_s=link * 1e9 / 8,
+        transfers=Transfers(link * 1e9 / 8, None if disk is None else disk * 1e9),
+        device_hour_price=device_hour_price,
         policy=policy,
         context=context,
         pace=Pace(first_token_target, pace),
@@ -196,6 +210,8 @@ def _facts(report: SimulationReport, on_time: OnTime) -> dict[str, object]:
         "pauses": f"{report.pauses_per_request:.2f} per request",
         "moved": f"{size(report.bytes_moved)} in {report.num_loads} loads, bus busy {report.bus_share:.1%}",
         "fetched": f"{size(report.bytes_fetched)} by machines from others",
+        "GPU time": f"{precise(report.gpu_s)}, at most {report.most_gpus} at a time",
+        **({} if report.cost is None else {"cost": f"{report.cost:.2f}"}),
         "steps": f"{report.num_steps:,}, device busy {report.step_share:.1%}",
         "recomputed": f"{report.num_preempted} requests lost their KV",
     }

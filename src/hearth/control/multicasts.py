@@ -14,12 +14,9 @@ from statistics import median
 from hearth.core.node_messages import HeldChunks, LinkSpeed, PlannedFetch
 from hearth.core.types import Digest, NodeId, Rung
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
-from hearth.policy.multicast.parts import choose_num_parts, cut_parts
+from hearth.policy.multicast.parts import SEND_S, choose_num_parts, cut_parts
 from hearth.policy.multicast.schedules import multicast
 from hearth.store.format.manifest import Manifest
-
-#: Of a send, besides the latency of the link: to ask for the chunks of a part.
-SEND_S = 0.002
 
 log = logging.getLogger(__name__)
 

@@ -1,78 +1,180 @@
-"""Machines of a simulated service: which has which model, and when a model that one fetches is there."""
+"""Machines of a simulated service: which has which model, and when the parts that one fetches are there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from hearth.core.types import LOCAL, ModelId, NodeId
+from hearth.policy.multicast.parts import SEND_S, choose_num_parts
+from hearth.policy.multicast.schedules import Schedule, multicast
 
-#: Of a model that several nodes fetch at once.
-NUM_PARTS = 16
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """How models come to machines."""
+
+    link_bytes_per_s: float = 25e9 / 8  #: of each machine, in each direction
+    disk_bytes_per_s: float | None = (
+        None  #: of each machine, whose disk has all models; None: no disk has any
+    )
+    #: How long a machine keeps a model in host memory after its last replica there.
+    keep_s: float = math.inf
+    is_origin_kept: bool = True  #: the first machine always has all models in host memory
+    uses_peers: bool = True
+    setup_s: float = 0.0  #: before machines send to each other
+    #: By the numbers of sources, receivers and parts.
+    schedule: Callable[[int, int, int], Schedule] = multicast
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    source: NodeId
+    source: NodeId | None  #: of its first part; None: its own disk
     began_s: float
-    arrived_s: float
+    parts_s: tuple[float, ...]  #: when each part arrived
+
+    @property
+    def arrived_s(self) -> float:
+        return max(self.parts_s)
+
+    def stage_s(self, begin: float, end: float) -> float:
+        """Return when a share of the model has arrived, from `begin` to `end` of 1."""
+        num_parts = len(self.parts_s)
+        first, last = math.floor(begin * num_parts), math.ceil(end * num_parts)
+        return max(self.parts_s[first : max(last, first + 1)])
 
 
 @dataclass(slots=True)
-class _Multicast:
-    source: NodeId
-    asked_s: float
-    began_s: float
-    arrived_s: float
-    num_receivers: int = 1
+class _Copy:
+    fetched: Fetched
+    until_s: float = math.inf  #: it is gone by then
+
+
+@dataclass(slots=True)
+class _Wires:
+    """When links and disks are free. Copied to try a fetch."""
+
+    up_s: dict[NodeId, float] = field(default_factory=dict)
+    down_s: dict[NodeId, float] = field(default_factory=dict)
+    disk_s: dict[NodeId, float] = field(default_factory=dict)
+
+    def copy(self) -> _Wires:
+        return _Wires(self.up_s.copy(), self.down_s.copy(), self.disk_s.copy())
+
+
+_ALWAYS = Fetched(None, -math.inf, (-math.inf,))
 
 
 class SimulatedNetwork:
-    """A node sends one model at a time and receives one at a time, at the speed of its link. What it has
-    received it keeps. The first node has every model from the start. Nodes that begin to fetch a model at the
-    same time pass it on to each other, in `NUM_PARTS` parts, by the binomial pipeline.
+    """Machines send parts of models to each other by a schedule, one up and one down at a time.
+
+    Those that begin to fetch a model at the same time share a schedule. Its sources are the machines that
+    have the whole model and send nothing. If there are none, it is the machine from which the model comes
+    first, perhaps one that is still receiving it. A machine reads its own disk if that is faster.
 
     Mutable; written by its service.
     """
 
-    def __init__(self, nodes: Sequence[NodeId], bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self.bytes_fetched = 0
-        self._sends_until_s = dict.fromkeys(nodes, 0.0)
-        self._receives_until_s = dict.fromkeys(nodes, 0.0)
-        self._latest: dict[ModelId, _Multicast] = {}
-        self._arrived_s: dict[ModelId, dict[NodeId, float]] = {}  #: by the nodes that have it, or will
+    def __init__(self, transfers: Transfers, num_layers: int) -> None:
+        self._transfers, self._num_layers = transfers, num_layers
+        self.bytes_fetched = self.bytes_read = 0  #: from other machines and from disks
+        self._wires = _Wires()
+        self._copies: dict[ModelId, dict[NodeId, _Copy]] = {}
 
-    def arrived_s(self, model: ModelId, node: NodeId) -> float | None:
-        """Return since when a node has a model; None: it has to fetch it."""
-        return self._holders(model).get(node)
+    def find(self, model: ModelId, node: NodeId, now_s: float) -> Fetched | None:
+        """Return how a machine has got a model, or will; None: it has to fetch it."""
+        copy = self._holders(model, now_s).get(node)
+        return None if copy is None else copy.fetched
 
-    def fetch(self, model: ModelId, node: NodeId, num_bytes: int, now_s: float) -> Fetched:
-        """Send a model to a node, from the node that can begin first."""
-        holders, latest = self._holders(model), self._latest.get(model)
-        self.bytes_fetched += num_bytes
-        if latest is not None and self._can_join(latest, node, now_s):
-            latest.num_receivers += 1
-            num_rounds = NUM_PARTS + latest.num_receivers.bit_length() - 1
-            arrived_s = latest.began_s + num_rounds / NUM_PARTS * num_bytes / self._bytes_per_s
-            self._sends_until_s[latest.source] = self._receives_until_s[node] = holders[node] = arrived_s
-            latest.arrived_s = arrived_s
-            return Fetched(latest.source, latest.began_s, arrived_s)
+    def keep(self, model: ModelId, node: NodeId, until_s: float = math.inf) -> None:
+        """Keep a model in the host memory of a machine until then. The origin keeps it for ever."""
+        copy = self._copies[model].get(node)
+        if copy is not None and copy.fetched is not _ALWAYS:
+            copy.until_s = until_s
 
-        def can_begin_s(source: NodeId) -> float:
-            return max(self._sends_until_s[source], holders[source])
+    def fetch(
+        self, model: ModelId, nodes: Sequence[NodeId], num_bytes: int, now_s: float
+    ) -> dict[NodeId, Fetched]:
+        """Bring a model to machines that lack it, all at once."""
+        wires, fetched = self._read(nodes, num_bytes, now_s)
+        if self._transfers.uses_peers:
+            for sources in self._choices(model, now_s):
+                trial, received = self._send(model, sources, nodes, num_bytes, now_s)
+                if not fetched or _last_s(received) < _last_s(fetched):
+                    wires, fetched = trial, received
+        assert fetched, f"no machine has `{model}`"
+        self._wires = wires
+        for node, one in fetched.items():
+            self._copies[model][node] = _Copy(one)
+            if one.source is None:
+                self.bytes_read += num_bytes
+            else:
+                self.bytes_fetched += num_bytes
+        return fetched
 
-        source = min(holders, key=lambda one: (can_begin_s(one), one))
-        began_s = max(now_s, can_begin_s(source), self._receives_until_s[node])
-        arrived_s = began_s + num_bytes / self._bytes_per_s
-        self._sends_until_s[source] = self._receives_until_s[node] = holders[node] = arrived_s
-        self._latest[model] = _Multicast(source, now_s, began_s, arrived_s)
-        return Fetched(source, began_s, arrived_s)
+    def _read(
+        self, nodes: Sequence[NodeId], num_bytes: int, now_s: float
+    ) -> tuple[_Wires, dict[NodeId, Fetched]]:
+        wires, fetched = self._wires.copy(), dict[NodeId, Fetched]()
+        if (bytes_per_s := self._transfers.disk_bytes_per_s) is not None:
+            for node in nodes:
+                began_s = max(now_s, wires.disk_s.get(node, 0.0))
+                seconds = num_bytes / bytes_per_s
+                wires.disk_s[node] = began_s + seconds
+                parts_s = [began_s + seconds * (at + 1) / self._num_layers for at in range(self._num_layers)]
+                fetched[node] = Fetched(None, began_s, tuple(parts_s))
+        return wires, fetched
 
-    def _can_join(self, latest: _Multicast, node: NodeId, now_s: float) -> bool:
-        """True if the node can receive as soon as the others, and the source sends nothing else after it."""
-        is_last = self._sends_until_s[latest.source] == latest.arrived_s
-        return latest.asked_s == now_s and is_last and self._receives_until_s[node] <= latest.began_s
+    def _choices(self, model: ModelId, now_s: float) -> list[list[NodeId]]:
+        holders = self._holders(model, now_s)
+        whole = [node for node, one in holders.items() if one.fetched.arrived_s <= now_s]
+        idle = [node for node in whole if self._wires.up_s.get(node, 0.0) <= now_s]
+        return [idle] if idle else [[node] for node in holders]
 
-    def _holders(self, model: ModelId) -> dict[NodeId, float]:
-        return self._arrived_s.setdefault(model, {LOCAL: 0.0})
+    def _send(
+        self,
+        model: ModelId,
+        sources: Sequence[NodeId],
+        nodes: Sequence[NodeId],
+        num_bytes: int,
+        now_s: float,
+    ) -> tuple[_Wires, dict[NodeId, Fetched]]:
+        wires, transfers = self._wires.copy(), self._transfers
+        bytes_per_s = transfers.link_bytes_per_s
+        num_parts, ask_s = self._num_layers, SEND_S / self._num_layers  # a lone one asks ahead
+        if len(nodes) > 1:
+            ask_s = SEND_S
+            num_parts = choose_num_parts(
+                num_bytes, self._num_layers, len(nodes), bytes_per_s, ask_s, len(sources)
+            )
+        names = [*sources, *nodes]
+        has_s: dict[tuple[NodeId, int], float] = {}
+        for source in sources:
+            copy = self._copies[model][source]
+            for part in range(num_parts):
+                has_s[source, part] = copy.fetched.stage_s(part / num_parts, (part + 1) / num_parts)
+        first: dict[NodeId, tuple[NodeId, float]] = {}
+        send_s = num_bytes / num_parts / bytes_per_s + ask_s
+        for send in transfers.schedule(len(sources), len(nodes), num_parts).sends:
+            source, target = names[send.source], names[send.target]
+            free_s = max(wires.up_s.get(source, 0.0), wires.down_s.get(target, 0.0))
+            began_s = max(now_s + transfers.setup_s, free_s, has_s[source, send.part])
+            first.setdefault(target, (source, began_s))
+            wires.up_s[source] = wires.down_s[target] = has_s[target, send.part] = began_s + send_s
+        return wires, {
+            node: Fetched(*first[node], tuple(has_s[node, part] for part in range(num_parts)))
+            for node in nodes
+        }
+
+    def _holders(self, model: ModelId, now_s: float) -> dict[NodeId, _Copy]:
+        if model not in self._copies:
+            self._copies[model] = {LOCAL: _Copy(_ALWAYS)} if self._transfers.is_origin_kept else {}
+        holders = self._copies[model]
+        for node in [node for node, copy in holders.items() if copy.until_s <= now_s]:
+            del holders[node]
+        return holders
+
+
+def _last_s(fetched: dict[NodeId, Fetched]) -> float:
+    return max(one.arrived_s for one in fetched.values())

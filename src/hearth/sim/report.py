@@ -48,6 +48,10 @@ class SimulationReport:
     num_loads: int
     bytes_moved: int
     bytes_fetched: int  #: by machines from others
+    bytes_read: int  #: by machines from their disks
+    gpu_s: float  #: devices were held, until the end of the last answer: see `held_devices.py`
+    most_gpus: int  #: that were held at a time
+    cost: float | None  #: of `gpu_s`; None: no price was given
     bus_share: float  #: of the time of all workers: bytes were on their way
     step_share: float  #: of the time of all workers: a step ran
     num_steps: int
@@ -56,7 +60,7 @@ class SimulationReport:
 
 
 def report_of(service: SimulatedService) -> SimulationReport:
-    answers, workers = list(service.answers.values()), list(service.workers.values())
+    answers, workers = list(service.answers.values()), [*service.workers.values(), *service.given_back]
     on_time = service.setting.on_time
     num_on_time = [answer.count_on_time(on_time.first_token_s, on_time.tokens_per_s) for answer in answers]
     whole = [answer for answer in answers if answer.why_not is None]
@@ -64,10 +68,11 @@ def report_of(service: SimulatedService) -> SimulationReport:
     num_punctual = sum(num == one.num_output_tokens for num, one in zip(num_on_time, answers, strict=True))
     began_s = min((answer.arrived_s for answer in answers), default=0.0)
     ended_s = max((answer.ended_s or 0.0 for answer in answers), default=0.0)
-    all_s = max(1e-9, ended_s) * max(1, len(workers))
+    all_s = max(1e-9, ended_s) * max(1, len(service.workers))
+    gpu_s, price = service.gpu_s, service.setting.device_hour_price
     return SimulationReport(
         policy=service.setting.policy,
-        num_workers=len(workers),
+        num_workers=len(service.workers),
         num_nodes=service.setting.num_nodes,
         num_models=len(service.setting.shapes),
         num_requests=len(answers),
@@ -85,6 +90,10 @@ def report_of(service: SimulatedService) -> SimulationReport:
         num_loads=sum(worker.loads.num_ended for worker in workers),
         bytes_moved=sum(worker.loads.bytes_moved for worker in workers),
         bytes_fetched=service.network.bytes_fetched,
+        bytes_read=service.network.bytes_read,
+        gpu_s=gpu_s,
+        most_gpus=service.held.most,
+        cost=None if price is None else gpu_s / 3600.0 * price,
         bus_share=sum(worker.loads.bus_s for worker in workers) / all_s,
         step_share=sum(worker.step_s for worker in workers) / all_s,
         num_steps=sum(worker.num_steps for worker in workers),

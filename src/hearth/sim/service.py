@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import assert_never
 
 from hearth.core.errors import ConfigError
-from hearth.core.types import ModelId, Pipeline, RequestId, Rung, WorkerId, model_of
+from hearth.core.types import ModelId, NodeId, Pipeline, RequestId, Rung, WorkerId, model_of
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -49,9 +49,12 @@ from hearth.policy.fleet.events import (
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.prefixes import LENGTHS, PrefixDigest
 from hearth.policy.fleet.profile import ModelProfile
-from hearth.sim.network import SimulatedNetwork
+from hearth.policy.fleet.records import Worker
+from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
+from hearth.sim.held_devices import HeldDevices
+from hearth.sim.network import SimulatedNetwork, Transfers
 from hearth.sim.profile import Profile
-from hearth.sim.setting import KIND, Policy, SimulationSetting
+from hearth.sim.setting import KIND, TYPICAL, Policy, SimulationSetting
 from hearth.sim.stepped_model import (
     HostOrder,
     Paused,
@@ -63,6 +66,9 @@ from hearth.sim.stepped_model import (
 )
 from hearth.sim.stepped_worker import SteppedWorker
 from hearth.sim.traces import TracedRequest
+
+#: The brain has seen such a prompt of each model before.
+KNOWN_PROMPT_TOKENS = 1024
 
 
 @dataclass(slots=True)
@@ -150,16 +156,25 @@ class SimulatedService:
         gain_s = setting.staged_start_gain_s
         while_loading = None if gain_s is None else WhileLoading(min_gain_s=gain_s)
         self.fleet = Fleet(
-            BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns, while_loading=while_loading)
+            BrainConfig(
+                max_queue=setting.max_queue,
+                takes_turns=takes_turns,
+                while_loading=while_loading,
+                first_token_s=setting.first_token_s,
+                priors=_known_speeds(setting.transfers, profile),
+            )
         )
         self.workers: dict[WorkerId, SteppedWorker] = {}
+        self.given_back: list[SteppedWorker] = []
+        self.held = HeldDevices()
+        self.gpu_s = 0.0  #: devices were held until the last answer ended
         self.answers: dict[RequestId, SimulatedAnswer] = {}
         self.now_s = 0.0
         self.num_turns = 0
         self.num_open = 0  #: requests that have not ended
         self._gate = _Gate() if setting.policy is Policy.ONE_AT_A_TIME else None
         self._profiles: dict[ModelId, ModelProfile] = {}
-        self.network = SimulatedNetwork(setting.nodes, setting.link_bytes_per_s)
+        self.network = SimulatedNetwork(setting.transfers, TYPICAL.num_layers)
         #: (time, number, what): an event that happens, or a worker that has something to do.
         self._queue: list[tuple[float, int, Event | WorkerId]] = []
         self._num_queued = 0
@@ -167,8 +182,10 @@ class SimulatedService:
         for model, shape in setting.shapes.items():
             known = setting.model_profile(model, profile.shape(shape))
             self._tell(ModelDeployed(0.0, known))
-            in_host = {Rung.HOST: known.num_bytes, Rung.DISK: known.num_bytes}
-            self._tell(ResidencyReported(0.0, model, in_host))
+            prompt_s = profile.shape(shape).step_s(KNOWN_PROMPT_TOKENS, 1, KNOWN_PROMPT_TOKENS)
+            self.fleet.estimates.computed(model, ComputedPrompt(KNOWN_PROMPT_TOKENS, prompt_s))
+            for node in setting.nodes:
+                self._tell(ResidencyReported(0.0, model, self._residency(model, node), node))
         for number in range(setting.num_workers):
             name, node = WorkerId(f"worker-{number}"), setting.node_of(number)
             self._tell(WorkerJoined(0.0, name, KIND, setting.memory_bytes, node=node))
@@ -227,6 +244,7 @@ class SimulatedService:
             elif not isinstance(what, TimerFired) or what.now_s == self._timer_s:
                 self.now_s = at_s
                 self._happen(what)
+        self.gpu_s = self.held.total_s(self.now_s)
         while self._queue:
             at_s, _, what = heapq.heappop(self._queue)
             if isinstance(what, str):
@@ -299,6 +317,8 @@ class SimulatedService:
     def _happen(self, event: Event) -> None:
         if isinstance(event, RequestArrived) and self.answers[event.request_id].ended_s is not None:
             return  # its client has gone while it was on its way
+        if isinstance(event, ResidencyReported):  # what was to be forgotten may be used again
+            event = replace(event, bytes_by_rung=self._residency(event.model, event.node))
         if self._gate is None:
             self._tell(event)
             return
@@ -312,8 +332,25 @@ class SimulatedService:
 
     def _tell(self, event: Event) -> None:
         self._follow(event)
-        for action in step(self.fleet, event):
+        actions = step(self.fleet, event)
+        self._fetch(actions)
+        for action in actions:
             self._carry_out(action)
+        retained = self.held.note(self.fleet)
+        if self.setting.gives_back:
+            for name in retained:
+                if name in self.fleet.workers:  # else the step that followed another has given it back
+                    self._give_back(name)
+
+    def _give_back(self, name: WorkerId) -> None:
+        worker = self.fleet.workers[name]
+        self.given_back.append(self.workers[name])
+        self._tell(WorkerLost(self.now_s, name, is_with_node=True))
+        number = len(self.workers) + len(self.given_back)
+        budget_bytes = self.setting.memory_bytes
+        self._tell(
+            WorkerJoined(self.now_s, WorkerId(f"worker-{number}"), KIND, budget_bytes, node=worker.node)
+        )
 
     def _follow(self, event: Event) -> None:
         match event:
@@ -329,6 +366,10 @@ class SimulatedService:
                     rules=self.setting.rules if self.fleet.config.takes_turns else None,
                 )
             case WorkerLost(_, name):
+                if name in self.fleet.workers:
+                    hosting = self.fleet.workers[name]
+                    for model in hosting.replicas:
+                        self._release(model_of(model), hosting)
                 if (lost := self.workers.pop(name, None)) is not None:
                     for fact in lost.sent_by(self.now_s):
                         self._take_fact(fact, name)
@@ -357,7 +398,7 @@ class SimulatedService:
             case LoadModel(model, name):
                 deployed, context = model_of(model), self.setting.context
                 shape, profile = self.profile.shape(self.setting.shapes[deployed]), self._profiles[deployed]
-                arrived_s, hops_s = self._fetch(deployed, name), self._hops_s(action.pipeline)
+                arrived_s, hops_s = self._arrived_s(action), self._hops_s(action.pipeline)
                 self._post(name, HostOrder(action, profile, shape, context, arrived_s, hops_s))
             case Dispatch(request_id, model, name):
                 answer = self.answers[request_id]
@@ -376,7 +417,11 @@ class SimulatedService:
             case CancelRun(request_id, name):
                 self._post(name, action)
                 self._leave(self.answers[request_id], name)
-            case Evict(_, name) | SetHold(_, name):
+            case Evict(model, name):
+                self._post(name, action)
+                if model_of(model) == model and model in self.fleet.models:
+                    self._release(model, self.fleet.workers[name])
+            case SetHold(_, name):
                 self._post(name, action)
             case Reject(request_id, reason):
                 self._end(request_id, reason)
@@ -403,19 +448,66 @@ class SimulatedService:
                     answer.token_s += fact.at_s
             answer.placed = None
 
-    def _fetch(self, model: ModelId, worker: WorkerId) -> float:
-        """Return when the machine of a worker has a model in host memory; fetch it if need be."""
-        node, num_bytes = self.fleet.workers[worker].node, self._profiles[model].num_bytes
-        if (arrived_s := self.network.arrived_s(model, node)) is not None:
-            return arrived_s
-        fetched = self.network.fetch(model, node, num_bytes, self.now_s)
-        at_s, seconds = fetched.arrived_s, fetched.arrived_s - fetched.began_s
-        in_host = {Rung.HOST: num_bytes, Rung.DISK: num_bytes}
-        self.schedule(ResidencyReported(at_s, model, in_host, node))
-        self.schedule(LinkMeasured(at_s, fetched.source, node, num_bytes / seconds, 0.0))
-        return at_s
+    def _fetch(self, actions: Iterable[Action]) -> None:
+        """Begin to bring models to machines that are to load them."""
+        lacking: dict[ModelId, dict[NodeId, None]] = {}
+        for action in actions:
+            if isinstance(action, LoadModel):
+                model, node = model_of(action.model), self.fleet.workers[action.worker].node
+                if self.network.find(model, node, self.now_s) is None:
+                    lacking.setdefault(model, {})[node] = None
+                else:
+                    self.network.keep(model, node)
+        for model, nodes in lacking.items():
+            num_bytes = self._profiles[model].num_bytes
+            for node, one in self.network.fetch(model, list(nodes), num_bytes, self.now_s).items():
+                in_host = {Rung.HOST: num_bytes, Rung.DISK: num_bytes}
+                self.schedule(ResidencyReported(one.arrived_s, model, in_host, node))
+                if one.source is not None:
+                    bytes_per_s = num_bytes / (one.arrived_s - one.began_s)
+                    self.schedule(LinkMeasured(one.arrived_s, one.source, node, bytes_per_s, 0.0))
+
+    def _arrived_s(self, order: LoadModel) -> float:
+        """Return when the machine of a worker has what the worker loads in host memory."""
+        node = self.fleet.workers[order.worker].node
+        fetched = self.network.find(model_of(order.model), node, self.now_s)
+        assert fetched is not None, f"not fetched: {order}"
+        if order.pipeline is None:
+            return fetched.arrived_s
+        members = order.pipeline.members
+        own, total = next(one for one in members if one.worker == order.worker), members[-1].end
+        return fetched.stage_s(own.begin / total, own.end / total)
+
+    def _release(self, model: ModelId, worker: Worker) -> None:
+        """Note that a worker has no replica of a model any more."""
+        keep_s, replicas = self.setting.transfers.keep_s, self.fleet.models[model].replicas.values()
+        is_needed = any(
+            one.node == worker.node and one is not worker for replica in replicas for one in replica.workers
+        )
+        if not is_needed and keep_s < math.inf:
+            until_s = self.now_s + keep_s
+            self.network.keep(model, worker.node, until_s)
+            self.schedule(ResidencyReported(until_s, model, {}, worker.node))
+
+    def _residency(self, model: ModelId, node: NodeId) -> dict[Rung, int]:
+        num_bytes, residency = self._profiles[model].num_bytes, dict[Rung, int]()
+        if self.network.find(model, node, self.now_s) is not None:
+            residency[Rung.HOST] = num_bytes
+        if residency or self.setting.transfers.disk_bytes_per_s is not None:
+            residency[Rung.DISK] = num_bytes
+        return residency
 
     def _post(self, name: WorkerId, order: WorkerOrder) -> None:
         worker = self.workers[name]
         worker.post(order, self.now_s)
         self._push_worker(worker)
+
+
+def _known_speeds(transfers: Transfers, profile: Profile) -> dict[Rung, float]:
+    """Return the speeds of rungs that a brain knows which has run for a while."""
+    return {
+        **PRIOR_BYTES_PER_S,
+        Rung.HOST: profile.bytes_per_s[Rung.HOST],
+        Rung.DISK: transfers.disk_bytes_per_s or PRIOR_BYTES_PER_S[Rung.DISK],
+        Rung.PEER: transfers.link_bytes_per_s,
+    }

@@ -22,6 +22,7 @@ from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.fleet.profile import Footprint, ModelProfile, PartBytes, StageSizes
 from hearth.policy.turns.turn_policy import TurnRules
+from hearth.sim.network import Transfers
 from hearth.sim.profile import ShapeProfile
 
 #: Limits, workspace and tables of every engine are those of this model, Llama-3.2-3B.
@@ -63,7 +64,10 @@ class SimulationSetting:
     memory_bytes: int  #: of each worker
     num_workers: int = 1
     num_nodes: int = 1  #: machines; workers are spread over them evenly
-    link_bytes_per_s: float = 25e9 / 8  #: of each machine, in each direction
+    transfers: Transfers = field(default_factory=Transfers)
+    #: A device whose models are all retained goes to others, and an empty one is there in its place.
+    gives_back: bool = False
+    device_hour_price: float | None = None
     policy: Policy = Policy.TURNS
     context: int = 2048
     wanted_limits: WantedLimits = field(default_factory=lambda: WantedLimits(None, None, block_tokens=16))
@@ -74,6 +78,7 @@ class SimulationSetting:
     max_queue: int = 512
     keep_alive_s: float = 300.0
     staged_start_gain_s: float | None = None  #: as `service.staged_start_gain`
+    first_token_s: float | None = None  #: as `BrainConfig.first_token_s`
 
     @property
     def nodes(self) -> list[NodeId]:

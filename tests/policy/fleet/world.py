@@ -571,6 +571,7 @@ CONFIGS = st.builds(
     max_resumes=st.sampled_from([0, 3]),
     takes_turns=st.booleans(),
     while_loading=st.sampled_from([None, ALWAYS]),
+    first_token_s=st.sampled_from([None, 0.0, 1.0]),
 )
 Moves = Sequence[tuple[str, int]]
 

@@ -88,6 +88,7 @@ from hearth.policy.fleet.routing import choose_place
 from hearth.policy.fleet.serving import (
     fill_slots,
     load_beside_paused,
+    load_for_late,
     needs_replica,
     serve_queues,
     set_timer,
@@ -198,7 +199,7 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
         return [_refuse_for_queue(fleet, event)]
     fleet.estimates.arrived(model.name, fleet.now_s)
     request = fleet.accept(event, model)
-    actions = load_beside_paused(fleet, model) + fill_slots(fleet, model)
+    actions = load_beside_paused(fleet, model) + load_for_late(fleet, model) + fill_slots(fleet, model)
     fleet.queues.line_up(model)
     # Behind others of its model it changes nothing, unless another replica pays now.
     if model.waiting and (model.first_waiting is request or needs_replica(fleet, model)):

@@ -24,7 +24,7 @@ from hearth.policy.fleet.records import Model, Replica, Spare
 
 MIN_RUN_S = 0.001
 #: A spare replica stays warm for at least so many times as long as it takes to load.
-MIN_RELOADS = 10
+MIN_RELOADS = 2
 
 
 def pays_off(model: Model, estimates: Estimates, start_s: float, now_s: float) -> bool:

@@ -14,6 +14,8 @@ from hearth.policy.memory.reload_cost import ReloadCosts
 PRIOR_RUN_S = 1.0
 PRIOR_TOKEN_S = 1e-4
 NEWEST_WEIGHT = 0.2
+#: Of a slower prompt, in the time of the fastest.
+FADING_WEIGHT = 0.01
 #: Arrivals so long ago count 1 / e as much as those now, in the two rates that are learnt. The lower one is
 #: expected to last: a burst raises only the one over the short time, and what has ended lowers it first.
 SHORT_S, LONG_S = 10.0, 120.0
@@ -56,6 +58,8 @@ class Estimates:
     run_s_by_model: dict[ModelId, float] = field(default_factory=dict)
     links: dict[NodeId, dict[NodeId, Link]] = field(default_factory=dict)  #: by target, then source
     token_s_by_model: dict[ModelId, float] = field(default_factory=dict)  #: of prompts
+    #: The same of the fastest of the last prompts, which shared few steps with others.
+    least_token_s: dict[ModelId, float] = field(default_factory=dict)
     arrivals: dict[ModelId, Arrivals] = field(default_factory=dict)
 
     def arrived(self, model: ModelId, now_s: float) -> None:
@@ -84,13 +88,20 @@ class Estimates:
         if prompt.num_tokens >= PREFIX_TOKENS:
             token_s = prompt.seconds / prompt.num_tokens
             self.token_s_by_model[model] = _averaged(self.token_s_by_model.get(model), token_s)
+            least_s = self.least_token_s.get(model, token_s)
+            self.least_token_s[model] = min(token_s, least_s + FADING_WEIGHT * (token_s - least_s))
 
     def prompt_s(self, model: ModelId, num_tokens: int) -> float:
         return num_tokens * self.token_s_by_model.get(model, PRIOR_TOKEN_S)
 
+    def least_prompt_s(self, model: ModelId, num_tokens: int) -> float:
+        """Return how long a prompt keeps a device busy, however many prompts share its steps; 0: unknown."""
+        return num_tokens * self.least_token_s.get(model, 0.0)
+
     def forget(self, model: ModelId) -> None:
         self.run_s_by_model.pop(model, None)
         self.token_s_by_model.pop(model, None)
+        self.least_token_s.pop(model, None)
         self.arrivals.pop(model, None)
         self.reload.forget(model)
 

@@ -428,5 +428,7 @@ class BrainConfig:
     spread_s: float = 0.2  #: what a node costs that has a replica already, against one that has none
     scaling: Scaling | None = None  #: None: there are no machines to be had
     while_loading: WhileLoading | None = None  #: None: requests wait for whole replicas
+    #: A first token should come so soon, if need be from a further replica; None: only slots count.
+    first_token_s: float | None = None
     #: Bytes per second of each rung until it has shown its own speed.
     priors: Mapping[Rung, float] = field(default_factory=lambda: dict(PRIOR_BYTES_PER_S))

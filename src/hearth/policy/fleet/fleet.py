@@ -379,6 +379,8 @@ class Fleet:
         request.replica, request.started_s, replica.spare = replica, self.now_s, None
         if request.adapter is not None:
             replica.worker.adapters.use(request.adapter.adapter)
+        replica.num_prompt_tokens += request.num_prompt_tokens
+        replica.prompts_until_s = max(replica.prompts_until_s, self.now_s) + self.prompt_s(request, replica)
         replica.prefixes.use(request.prefixes)
         self.queues.await_turn(request, is_waiting=not replica.is_in_turn)
         first = model.first_waiting
@@ -432,9 +434,17 @@ class Fleet:
                     request.started_s = self.now_s
         self.reindex(replica)
 
+    def prompt_s(self, request: Request, replica: Replica) -> float:
+        """Return how long a replica takes for what it has not cached of a prompt."""
+        num_tokens = request.num_prompt_tokens - replica.prefixes.count_cached(request.prefixes)
+        return self.estimates.least_prompt_s(request.model.name, num_tokens)
+
     def _stop_running(self, request: Request, replica: Replica) -> None:
         self.queues.await_turn(request, is_waiting=False)
         del replica.running[request.request_id]
+        replica.num_prompt_tokens -= request.num_prompt_tokens
+        if replica.is_ready and not replica.running:
+            replica.prompts_until_s = self.now_s
         replica.worker.used_s = self.now_s
         for stage in replica.stages:
             stage.worker.used_s = self.now_s

@@ -75,6 +75,7 @@ class RequestQueues:
             event.is_batch,
             adapter=event.adapter,
             prefixes=event.prefixes,
+            num_prompt_tokens=event.num_prompt_tokens,
         )
         self.next_number += 1
         self.requests[request.request_id] = request

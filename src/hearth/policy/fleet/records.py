@@ -47,6 +47,7 @@ class Request:
     is_batch: bool = False
     adapter: WantedAdapter | None = None  #: None: the bare model
     prefixes: tuple[PrefixDigest, ...] = ()
+    num_prompt_tokens: int = 0
     num_losses: int = 0  #: replicas lost in a step that it was in, as far as known
     queued_s: float = 0.0
     queued_step: int = 0
@@ -263,6 +264,9 @@ class Replica:
     #: Of a pipeline, in order; empty: its worker has the whole model.
     stages: tuple[ReplicaStage, ...] = ()
     prefixes: KnownPrefixes = field(default_factory=KnownPrefixes)
+    num_prompt_tokens: int = 0  #: of the requests that run
+    max_kv_tokens: int = 0  #: that it has room for; 0: unknown
+    prompts_until_s: float = -math.inf  #: by then its load and all prompts that it got should be over
     #: None: it has requests, or of its model's idle replicas it was used last.
     spare: Spare | None = None
 

@@ -20,6 +20,7 @@ from hearth.core.types import Hold, RequestId, WorkerId
 from hearth.policy.fleet.capacity import BUSY, RETAINED, WARM
 from hearth.policy.fleet.device_bytes import count_missing_bytes
 from hearth.policy.fleet.events import BrainConfig, Option
+from hearth.policy.fleet.first_tokens import prefer_on_time
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pipelines import PipelinePlan, plan_pipeline
 from hearth.policy.fleet.prefixes import count_tokens
@@ -90,6 +91,8 @@ def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
     replicas = _likely_replicas(request, (one for one in free if one.has_slot_for(request, fleet.now_s)))
     if not replicas:
         return None
+    if len(replicas) > 1 and fleet.config.first_token_s is not None:
+        replicas = prefer_on_time(fleet, request, replicas, fleet.config.first_token_s)
     options = [_price_replica(fleet, request, replica) for replica in replicas]
     _, _, best = min((one.cost_s, one.worker, at) for at, one in enumerate(options))
     num_beside = min(MAX_BESIDE, MAX_OPTIONS - len(options))

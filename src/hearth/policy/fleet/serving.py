@@ -25,6 +25,7 @@ from hearth.policy.fleet.capacity import BUSY, PAUSED, RETAINED, WARM
 from hearth.policy.fleet.demand import expect_ends, pays_off
 from hearth.policy.fleet.drain import begin_drain, is_done, is_in_vain, is_needless, may_give_room, plan_drain
 from hearth.policy.fleet.events import Action, Dispatch, LoadModel, Option, SetTimer, Why
+from hearth.policy.fleet.first_tokens import expect_soonest_s
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pipelines import PipelinePlan, could_hold
 from hearth.policy.fleet.prefixes import MAX_DIGESTS, PREFIX_TOKENS
@@ -132,6 +133,26 @@ def load_beside_paused(fleet: Fleet, model: Model) -> list[Action]:
     return [] if place is None else _load(fleet, model, place)
 
 
+def load_for_late(fleet: Fleet, model: Model) -> list[Action]:
+    """Load a model again for the first waiting request, if its first token comes much sooner there.
+
+    Only if there is room without evicting warm models, and no model waits for it.
+    """
+    target_s, request = fleet.config.first_token_s, model.first_waiting
+    if target_s is None or request is None or request.gives_way(fleet.now_s) or fleet.queues.for_room:
+        return []
+    if model.has_all_replicas or model.failed_on or model.num_deadly_loads:
+        return []
+    soonest_s = expect_soonest_s(fleet, request)
+    if soonest_s is None or soonest_s <= target_s:
+        return []
+    place = choose_place(fleet, model, most=RETAINED)
+    prompt_s = fleet.estimates.least_prompt_s(model.name, request.num_prompt_tokens)
+    if place is None or soonest_s <= place.start_s + prompt_s + target_s:
+        return []
+    return _load(fleet, model, place)
+
+
 def needs_replica(fleet: Fleet, model: Model, place: ReplicaPlace | None = None) -> bool:
     """True if a full model should be loaded once more, at a place; None: where that is fastest."""
     profile, estimates = model.profile, fleet.estimates
@@ -194,10 +215,11 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace, num_before: int = 0) 
         max_seqs=footprint.max_seqs,
         reused_bytes=reused_bytes,
         loaded_bytes=reused_bytes,
+        prompts_until_s=fleet.now_s + place.start_s,
     )
     if footprint.kv_token_bytes:
-        max_digests = _max_kv_bytes(worker, footprint) // footprint.kv_token_bytes // PREFIX_TOKENS
-        replica.prefixes.max_digests = min(MAX_DIGESTS, max_digests)
+        replica.max_kv_tokens = _max_kv_bytes(worker, footprint) // footprint.kv_token_bytes
+        replica.prefixes.max_digests = min(MAX_DIGESTS, replica.max_kv_tokens // PREFIX_TOKENS)
     if place.pipeline is not None:
         actions += form_pipeline(fleet, replica, place.pipeline)
     else:

@@ -19,7 +19,8 @@ HORIZON_S = 600.0
 PRIOR_BYTES_PER_S: Mapping[Rung, float] = MappingProxyType(
     {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.PEER: 1e9, Rung.OBJECT: 0.2e9}
 )
-_NEAREST_FIRST = (Rung.HOST, Rung.DISK, Rung.PEER)
+_DISK_FIRST = (Rung.HOST, Rung.DISK, Rung.PEER)
+_PEER_FIRST = (Rung.HOST, Rung.PEER, Rung.DISK)
 _FROM_HOST: Mapping[Rung, float] = MappingProxyType({Rung.HOST: 1.0})
 #: A paused model that is due sooner counts as due then.
 MIN_DUE_S = 0.05
@@ -120,17 +121,17 @@ class ReloadCosts:
     ) -> float:
         """Return how long a load takes: missing bytes per rung over its speed.
 
-        The nearest rung delivers what it has. Unreported bytes are assumed on disk. `peer_bytes_per_s`: from
-        the other node; None: as from any.
+        Host memory delivers what it has, then the faster one of disk and another node. Unreported bytes are
+        assumed on disk. `peer_bytes_per_s`: from the other node; None: as from any.
         """
         if bytes_by_rung is None:
             return num_bytes / self.bytes_per_s(Rung.DISK)
-        load_s = 0.0
-        for rung in _NEAREST_FIRST:
+        load_s, peer_bytes_per_s = 0.0, peer_bytes_per_s or self.bytes_per_s(Rung.PEER)
+        is_peer_faster = peer_bytes_per_s > self.bytes_per_s(Rung.DISK)
+        for rung in _PEER_FIRST if is_peer_faster else _DISK_FIRST:
             part_bytes = min(num_bytes, bytes_by_rung.get(rung, 0))
             if part_bytes:
-                own_bytes_per_s = peer_bytes_per_s if rung is Rung.PEER else None
-                load_s += part_bytes / (own_bytes_per_s or self.bytes_per_s(rung))
+                load_s += part_bytes / (peer_bytes_per_s if rung is Rung.PEER else self.bytes_per_s(rung))
                 num_bytes -= part_bytes
             if not num_bytes:
                 return load_s

@@ -10,6 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+#: Of a send, besides the latency of the link: to ask for the chunks of a part.
+SEND_S = 0.002
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
