@@ -75,6 +75,7 @@ async def running(
         takes_turns=service.turns,
         scaling=_scaling_of(config.cluster),
         while_loading=_while_loading_of(service.staged_start_gain),
+        first_token_s=service.first_token_target if service.pack_replicas else None,
     )
     async with AsyncExitStack() as stack:
         if isinstance(tracing, Tracing):
