@@ -149,8 +149,8 @@ class ServiceConfig:
     max_pause: Annotated[float, _PAUSE_LIMITS] = 1.5
     #: seconds after which a request that waits for memory drains busy models, if models cannot take turns
     patience_s: _Wait = 2.0
-    #: requests of a model go to as few replicas as meet `first_token_target`, and it gets another one when first
-    #: tokens would be late, not only when all slots are in use: less GPU time, slower tokens in busy replicas
+    #: requests of a model go to as few replicas as meet `first_token_target`, and it gets another one when
+    #: first tokens would be late, not only when all slots are in use: less GPU time, slower tokens
     pack_replicas: bool = False
     #: while several workers load a model at once, they run it in stages if that begins by so many seconds
     #: earlier than on the first of them alone; None: requests wait for that

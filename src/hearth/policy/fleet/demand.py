@@ -23,8 +23,9 @@ from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.records import Model, Replica, Spare
 
 MIN_RUN_S = 0.001
-#: A spare replica stays warm for at least so many times as long as it takes to load.
-MIN_RELOADS = 2
+#: A spare replica stays warm for at least so many times as long as it takes to load; where requests are
+#: packed on few replicas, for the second number.
+MIN_RELOADS, MIN_PACKED_RELOADS = 10, 2
 
 
 def pays_off(model: Model, estimates: Estimates, start_s: float, now_s: float) -> bool:
@@ -49,13 +50,16 @@ def expect_ends(model: Model, estimates: Estimates, ahead_s: float, enough: floa
     return num_ends
 
 
-def price_spare(replica: Replica, others: Iterable[Replica], estimates: Estimates, now_s: float) -> Spare:
+def price_spare(
+    replica: Replica, others: Iterable[Replica], estimates: Estimates, now_s: float, *, is_packed: bool
+) -> Spare:
     """Return how much a replica is needed beside others of its model, which stay."""
     model = replica.model
     num_slots = sum(one.max_seqs for one in others)
     need = min(1.0, estimates.expect_running(model.name, now_s) / num_slots)
     reload_s = estimates.load_s(replica.total_bytes, model, replica.worker.node)
-    return Spare(need, max(need * model.unpinned_s, MIN_RELOADS * reload_s))
+    num_reloads = MIN_PACKED_RELOADS if is_packed else MIN_RELOADS
+    return Spare(need, max(need * model.unpinned_s, num_reloads * reload_s))
 
 
 def _missing_s(replica: Replica, estimates: Estimates) -> float:

@@ -458,14 +458,17 @@ class Fleet:
         """
         model, replica.idle_since_s = replica.model, self.now_s
         is_usable = model.usable.get(replica.worker.name) is replica
+        is_packed = self.config.first_token_s is not None
         if not replica.running and is_usable and len(model.usable) > 1:
             others = [one for one in model.usable.values() if one is not replica]
             if staying := [one for one in others if one.running or one.has_pin]:
-                replica.spare = price_spare(replica, staying, self.estimates, self.now_s)
+                replica.spare = price_spare(replica, staying, self.estimates, self.now_s, is_packed=is_packed)
             else:
                 for other in others:
                     if other.spare is None:
-                        other.spare = price_spare(other, (replica,), self.estimates, self.now_s)
+                        other.spare = price_spare(
+                            other, (replica,), self.estimates, self.now_s, is_packed=is_packed
+                        )
                         self.reindex(other)
         self.reindex(replica)
 
