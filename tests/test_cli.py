@@ -99,7 +99,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         def __exit__(self, *exception: object) -> None:
             calls.is_closed = True
 
-        def chat_prompt(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        def chat_prompt(
+            self, messages: Sequence[Mapping[str, object]], template: str | None = None
+        ) -> list[int]:
+            assert template is None
             return [len(messages), len(str(messages[0]["content"]))]
 
         def stream(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+from hearth.control.deploy.preset import DeployedPreset, Preset
 from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys
@@ -76,6 +77,11 @@ class FakeKeys:
         return callers.get(key)
 
 
+@dataclass(frozen=True, slots=True)
+class FakeEntry:
+    preset: DeployedPreset | None
+
+
 @dataclass
 class FakeGateway:
     """Mutable; used on one event loop. `script` plays one stream: it puts what arrives there."""
@@ -101,6 +107,7 @@ class FakeGateway:
     now_s: float = 0.0  #: by the clock of limits
     adapters: list[ModelView] = field(default_factory=list)
     ended: list[ExchangeRecord] = field(default_factory=list)  #: HTTP exchanges
+    presets: dict[str, Preset] = field(default_factory=dict)  #: by name
 
     def __post_init__(self) -> None:
         metrics = Metrics()
@@ -179,9 +186,20 @@ class FakeGateway:
             raise UnknownModel(f"no model named `{name}`; deploy it")
         if adapter is not None:
             return adapter
+        if name in self.presets:
+            return replace(MODEL, name=name, base="tiny", preset=self.presets[name])
         if name not in ("tiny", "small"):
             raise UnknownModel(f"no model named `{name}`, there are: `tiny`; deploy it")
         return MODEL
+
+    def find_for(self, name: str, caller: Caller) -> FakeEntry:
+        preset = self.presets.get(name)
+        return FakeEntry(None if preset is None else DeployedPreset(name, "tiny", preset, 1.0))
+
+    async def put_preset(self, name: str, base: str, preset: Preset) -> ModelView:
+        preset.check()
+        self.presets[name] = preset
+        return replace(MODEL, name=name, base=self.model(base).name, preset=preset)
 
     def may_use(self, model: str, caller: Caller) -> bool:
         return caller.terms.models is None or model in caller.terms.models

@@ -11,6 +11,7 @@ import pytest
 
 from hearth.api.answer import MANY_BYTES
 from hearth.api.ollama.models import show_object
+from hearth.control.deploy.preset import Preset
 from hearth.control.observe.views import Explanation, ProcessView, ResidentView, TimelineSpan, WorkerView
 from hearth.control.requests.caller import Caller
 from hearth.control.requests.generation import AnswerStream, ChatPrompt
@@ -263,7 +264,6 @@ def test_nothing_to_embed_is_answered_with_no_embeddings_as_ollama_does(gateway:
 @pytest.mark.parametrize(
     ("method", "path", "instead"),
     [
-        ("POST", "/api/create", "hearth deploy"),
         ("POST", "/api/copy", "aliases"),
         ("DELETE", "/api/delete", "hearth rm"),
         ("POST", "/api/push", "hearth convert"),
@@ -276,6 +276,40 @@ def test_what_would_change_the_store_is_refused_with_what_to_do(
 
     assert response.status_code == 403
     assert instead in response.json()["error"]
+
+
+def test_create_makes_a_preset_that_show_tells(gateway: FakeGateway) -> None:
+    options = {"temperature": 0.2, "num_predict": 64, "stop": ["\n"]}
+    body = {"model": "pirate", "from": "tiny", "system": "Arr.", "parameters": options, "stream": False}
+    assert request(gateway, "POST", "/api/create", body).json() == {"status": "success"}
+    preset = Preset(system="Arr.", temperature=0.2, max_tokens=64, stop=("\n",))
+    assert gateway.presets == {"pirate": preset}
+
+    shown = show_object(replace(MODEL, name="pirate", base="tiny", preset=preset), None)
+    assert shown["system"] == "Arr."
+    assert shown["modelfile"] == (
+        "# deployed with Hearth\nFROM tiny\nPARAMETER temperature 0.2\nPARAMETER num_predict 64\n"
+        'PARAMETER stop "\\n"\nSYSTEM """Arr."""\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"template": "{{ .System }}"}, "written for Go"),
+        ({"template": "{% if %}"}, "does not compile"),
+        ({"adapters": {"a": "sha256:0"}}, "deploy the model or adapter first"),
+        ({"parameters": {"temperature": -1}}, "temperature"),
+        ({"parameters": {"mirostat": 1}}, "mirostat"),
+    ],
+)
+def test_what_create_cannot_keep_is_refused(
+    gateway: FakeGateway, fields: dict[str, object], message: str
+) -> None:
+    refused = request(gateway, "POST", "/api/create", {"model": "pirate", "from": "tiny"} | fields)
+    assert refused.status_code in (400, 422)
+    assert message in refused.json()["error"]
+    assert gateway.presets == {}
 
 
 def test_only_what_is_deployed_can_be_pulled(gateway: FakeGateway) -> None:

@@ -25,6 +25,7 @@ from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT, COMPLETION
 from hearth.api.responses.dialect import ID_PREFIX
+from hearth.control.deploy.preset import Preset
 from hearth.core.errors import ConfigError, HearthError, RequestError, UnknownRequest
 from hearth.core.version import hearth_version
 
@@ -51,6 +52,25 @@ class DeployBody(OwnBody):
     labels: list[Text] = Field(
         [], max_length=32, description="Run the model only on machines with all these labels, like `zone=a`."
     )
+
+
+class PresetBody(OwnBody):
+    name: Text = Field(min_length=1, max_length=128, description="Of the preset; replaces one of that name.")
+    system: Text | None = Field(None, description="System prompt of conversations that have none.")
+    template: Text | None = Field(None, description="Chat template in Jinja.")
+    temperature: float | None = Field(None, description="This and the next: what a request does not set.")
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: list[Text] | None = None
+
+    def preset(self) -> Preset:
+        return msgspec.convert(self.model_dump(exclude={"name"}), Preset)
 
 
 class UnloadBody(OwnBody):
@@ -98,6 +118,11 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
         """
         events = gateway.make_snapshot(name, caller_of(request))
         return ProgressResponse(events, "snapshot", request, heartbeat_s)
+
+    @routes.post("/{name:path}/presets", summary="Make a preset of a model, an adapter or a preset")
+    async def put_preset(name: str, body: PresetBody) -> Response:
+        """A preset is a name with defaults of its own that shares the weights of its base. Returns it."""
+        return as_json(await gateway.put_preset(body.name, name, body.preset()))
 
     @routes.post("/{name:path}/unload", summary="Let a model be evicted")
     async def unload(name: str, body: UnloadBody) -> Response:
@@ -148,8 +173,8 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/hearth/requests/{request_id:path}", summary="Explain where the time of a request went")
     async def explain(request_id: str, request: Request) -> Response:
-        """Takes the id of a request or answer, or the `x-request-id` that the client sent (the last such
-        request). Requests of other groups are unknown, except for monitor keys.
+        """Takes the id of a request or answer, the `x-request-id` that the client sent (the last such
+        request), or `last`. Requests of other groups are unknown, except for monitor keys.
         """
         caller = caller_of(request)
         plain = request_id

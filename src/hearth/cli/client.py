@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import quote, urlsplit
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import httpx
 
     from hearth.control.deploy.deploy import DeployProgress
+    from hearth.control.deploy.preset import Preset
     from hearth.core.types import SamplingParams
     from hearth.text.chat_template import Message
 
@@ -205,6 +206,12 @@ class Client:
                     yield event.model
                     return
                 yield DeployProgress(event.phase, event.done_bytes, event.total_bytes)
+
+    def put_preset(self, name: str, base: str, preset: Preset) -> ModelView:
+        path = f"/hearth/models/{_segment(base)}/presets"
+        body = {"name": name, **{key: value for key, value in asdict(preset).items() if value is not None}}
+        with self._answered("POST", path, body) as response:
+            return self._decoded(response.read(), ModelView)
 
     def make_snapshot(self, name: str) -> Iterator[SnapshotEvent | SnapshotView]:
         """Yield progress, and last the snapshot. Closing the generator early stops nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,6 +13,7 @@ from hearth.control.datadir import DataDir
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter
 from hearth.control.deploy.names import Names
+from hearth.control.deploy.preset import DeployedPreset, Preset
 from hearth.control.deploy.registry import Registry
 from hearth.control.observe.views import ModelView, UpstreamView
 from hearth.core.config import HearthConfig, ModelConfig, ServiceConfig
@@ -30,7 +32,8 @@ def views(data_dir: Path) -> list[ModelView]:
         return []
     with Registry(DataDir.open(data_dir)) as registry:
         catalog = _catalog(registry)
-        return [catalog.view(entry) for entry in (*catalog.entries(), *catalog.adapters())]
+        entries = [*catalog.entries(), *catalog.adapters(), *catalog.presets()]
+        return [catalog.view(entry) for entry in entries]
 
 
 def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
@@ -41,6 +44,11 @@ def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
         entry = catalog.find(name)
         view = catalog.view(entry)
     return replace(view, upstream=_looked(entry.adapter or entry.deployed)) if look else view
+
+
+def base_of(data_dir: Path, view: ModelView) -> ModelView:
+    assert view.base is not None, f"a model: {view.name}"
+    return find(data_dir, view.base)
 
 
 def _looked(deployed: Deployed | DeployedAdapter) -> UpstreamView | None:
@@ -59,10 +67,10 @@ def _looked(deployed: Deployed | DeployedAdapter) -> UpstreamView | None:
 
 
 def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[str]:
-    deployed: list[Deployed | DeployedAdapter] = []
+    deployed: list[Deployed | DeployedAdapter | DeployedPreset] = []
     if DataDir(data_dir).has_registry:
         with Registry(DataDir.open(data_dir)) as registry:
-            deployed = [*registry.all(), *registry.adapters()]
+            deployed = [*registry.all(), *registry.adapters(), *registry.presets()]
     return [
         f"the settings in [models.{name}] are unused, no model of that name is deployed: {hint}"
         for name, hint in Names(deployed, configs).waiting().items()
@@ -107,6 +115,13 @@ def deploy(
                 yield replace(view, warning=registered.warning)
             else:
                 yield event
+
+
+def put_preset(data_dir: Path, name: str, base: str, preset: Preset) -> ModelView:
+    base = find(data_dir, base).name
+    with Registry(DataDir.open(data_dir)) as registry:
+        registry.put_preset(name, base, preset, time.time())
+    return find(data_dir, name)
 
 
 def _catalog(registry: Registry) -> Catalog:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
+from hearth.api import unread_fields
 from hearth.api.answers import PLAIN_TEXT, Answers
-from hearth.api.body import ModelName, Strict
+from hearth.api.body import ModelName, Strict, Text
 from hearth.api.errors import ErrorBody, error_responses
-from hearth.api.guard import caller_of
+from hearth.api.guard import CREATE_PATH, caller_of
 from hearth.api.json_body import CurlRoute, off_loop_if_large
 from hearth.api.json_response import as_json
+from hearth.api.ollama.body import OllamaOptions, preset_of
 from hearth.api.ollama.chat import OllamaChatBody
 from hearth.api.ollama.dialect import (
     CHAT,
@@ -29,6 +32,8 @@ from hearth.api.ollama.embed import EmbedBody, EmbedDialect, LegacyEmbedBody, Le
 from hearth.api.ollama.generate import GenerateBody
 from hearth.api.ollama.models import resident_object, show_object, tag_object
 from hearth.api.openai.completion import CompletionBody
+from hearth.api.unread_fields import UnsupportedField
+from hearth.control.deploy.preset import Preset
 from hearth.control.observe.views import Explanation
 from hearth.core.errors import Forbidden, RequestError, UnknownModel
 from hearth.core.version import hearth_version
@@ -62,6 +67,21 @@ class NamedModelBody(Strict):
         if (named := self.model or self.name) is None:
             raise RequestError("`model` must be the name of a deployed model, given: none")
         return named
+
+
+class CreateBody(NamedModelBody):
+    """A preset, as `hearth create` makes it. What would need files of the client is refused."""
+
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA_CREATE
+
+    from_: ModelName = Field(alias="from", description="Name of a deployed model, adapter or preset.")
+    system: Text | None = None
+    template: Text | None = Field(None, description="In Jinja, not Go's; default: that of the model.")
+    parameters: OllamaOptions | None = Field(None, description="Defaults of `options`.")
+    stream: bool | None = None
+
+    def preset(self) -> Preset:
+        return preset_of(self.parameters or OllamaOptions.model_validate({}), self.system, self.template)
 
 
 def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
@@ -151,13 +171,18 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
             raise UnknownModel(f"{error}; deploy it with `hearth deploy hf:ORG/NAME`") from error
         return as_json({"status": "success"})
 
+    @routes.post(CREATE_PATH, summary="Make a preset of a deployed model")
+    async def create(body: CreateBody) -> Response:
+        """Requires the role `admin`. `FROM`, `SYSTEM`, `TEMPLATE` and `PARAMETER` of a Modelfile."""
+        await gateway.put_preset(body.meant, body.from_, body.preset())
+        return as_json({"status": "success"})
+
     def refuse(path: str, method: str, instead: str) -> None:
         async def refused() -> Response:
             raise Forbidden(f"`{path}` is not supported; use {instead}")
 
         routes.add_api_route(path, refused, methods=[method], summary=f"Refused: use {instead}")
 
-    refuse("/api/create", "POST", "`hearth deploy SOURCE --name NAME`")
     refuse("/api/copy", "POST", "`aliases` of the model in the configuration: `models.NAME.aliases`")
     refuse("/api/delete", "DELETE", "`hearth rm NAME`")
     refuse("/api/push", "POST", "`hearth convert`, and upload its output")

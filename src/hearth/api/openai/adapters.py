@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import aclosing, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
@@ -21,8 +19,6 @@ from hearth.core.errors import ConfigError, ModelError, NameTaken, RequestError,
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
-
-_REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 
 
 class LoadAdapterBody(OwnBody):
@@ -63,7 +59,7 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
                 raise name_of_model(body.lora_name)
         try:
             deploying = gateway.deploy(
-                _source_of(body.lora_path),
+                body.lora_path,
                 body.lora_name,
                 "auto",
                 "none",
@@ -97,8 +93,9 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
             view = gateway.deployments.model(body.lora_name, caller_of(request))
         except UnknownModel as error:
             raise UnknownModel(f"{_not_found(body.lora_name)}: {error}") from error
-        if view.base is None:
-            raise UnknownModel(f"{_not_found(body.lora_name)}: that is a model; remove it with `hearth rm`")
+        if not view.is_adapter:
+            what = "model" if view.base is None else "preset"
+            raise UnknownModel(f"{_not_found(body.lora_name)}: that is a {what}; remove it with `hearth rm`")
         await gateway.deployments.remove(view.name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -107,9 +104,3 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
 
 def _not_found(name: str) -> str:
     return f"The lora adapter '{name}' cannot be found"
-
-
-def _source_of(path: str) -> str:
-    """Return the source as vLLM reads it: ORG/NAME is a repository of the Hub unless that path exists."""
-    is_repository = _REPOSITORY.fullmatch(path) is not None and not Path(path).exists()
-    return f"hf:{path}" if is_repository else path

@@ -1,0 +1,202 @@
+"""`hearth create` and `cp`: presets of deployed models, from Modelfiles or as copies."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hearth.cli import local_models
+from hearth.cli.client import Client
+from hearth.cli.console import (
+    DEFAULT_DATA_DIR,
+    ApiKey,
+    DataDirectory,
+    Url,
+    app,
+    is_hub_name,
+    is_place,
+    warn,
+)
+from hearth.cli.deploy import deployed_from, deployed_of
+from hearth.cli.endpoint import running
+from hearth.cli.tab_completion import ModelName
+from hearth.control.deploy.preset import Preset
+from hearth.control.observe.views import ModelView
+from hearth.core.errors import ConfigError
+
+NewName = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the preset; replaces one of that name.")
+]
+
+
+@app.command(rich_help_panel="Models")
+def create(
+    context: typer.Context,
+    name: NewName,
+    file: Annotated[
+        Path, typer.Option("-f", metavar="FILE", help="Modelfile; - reads standard input.")
+    ] = Path("Modelfile"),
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+) -> None:
+    """Make a preset from a Modelfile: a model with a system prompt and parameters of its own.
+
+    A preset shares the weights of its base and follows it when the base is deployed again. FROM names a
+    deployed model or a source, which is deployed if need be; ADAPTER is deployed as NAME-adapter. SYSTEM,
+    PARAMETER and TEMPLATE (in Jinja; by default the model's own) apply where a request does not set them.
+
+    [bold]Example[/bold]
+
+      hearth create pirate -f Modelfile
+    """
+    text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    modelfile = Modelfile.parse(text, file.parent)
+    preset, ignored = modelfile.preset()
+    for parameter in ignored:
+        warn(f"note: `{parameter}` is ignored: it is set for the base, see `hearth config` and [models.NAME]")
+    client = running(context, url, api_key, data_dir)
+    with client or nullcontext():
+        base = _base_of(client, modelfile.base, data_dir)
+        if modelfile.adapter is not None:
+            adapter = f"{name}-adapter"
+            base = deployed_from(
+                client, modelfile.adapter, data_dir, name=adapter, base=base.name, overwrite=True
+            )
+        _put(client, name, base.name, preset, data_dir)
+    typer.echo(f"created {name}: preset of {base.name}")
+
+
+@app.command(rich_help_panel="Models")
+def cp(
+    context: typer.Context,
+    source: ModelName,
+    name: NewName,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+) -> None:
+    """Give a deployed model, adapter or preset another name.
+
+    The copy is a preset: it shares the weights of the model, and follows it when it is deployed again.
+
+    [bold]Example[/bold]
+
+      hearth cp smollm2 gpt-4o-mini
+    """
+    client = running(context, url, api_key, data_dir)
+    with client or nullcontext():
+        _put(client, name, source, Preset(), data_dir)
+    typer.echo(f"copied {source} to {name}")
+
+
+def _put(client: Client | None, name: str, base: str, preset: Preset, data_dir: Path) -> None:
+    if client is None:
+        local_models.put_preset(data_dir, name, base, preset)
+    else:
+        client.put_preset(name, base, preset)
+
+
+def _base_of(client: Client | None, base: str, data_dir: Path) -> ModelView:
+    source = f"hf:{base}" if is_hub_name(base) and not Path(base).exists() else base
+    if not source.startswith("hf:") and not is_place(base):
+        return local_models.find(data_dir, base) if client is None else client.model(base)
+    return deployed_of(client, source, data_dir) or deployed_from(client, source, data_dir)
+
+
+#: A comment, or an instruction with its value: to the end of the line, or between triple quotes.
+_ENTRY = re.compile(r'\s*(?:#.*|(?P<word>\w+)[ \t]+(?P<value>"""[\s\S]*?"""|.*))(?:\n|\Z)')
+
+
+@dataclass(slots=True)
+class Modelfile:
+    """Mutable while it is parsed."""
+
+    base: str = ""
+    system: str | None = None
+    template: str | None = None
+    adapter: str | None = None
+    parameters: dict[str, list[object]] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(text: str, folder: Path) -> Modelfile:
+        """`folder`: that paths are relative to. Raises ConfigError."""
+        found, text, position = Modelfile(), text.strip() + "\n", 0
+        while position < len(text):
+            if (match := _ENTRY.match(text, position)) is None:
+                line = text[position:].strip().partition("\n")[0]
+                raise ConfigError(
+                    f"a line of a Modelfile is an instruction and its value, given: {line!r:.80}"
+                )
+            position = match.end()
+            if match["word"] is not None:
+                found._take(match["word"].upper(), match["value"].strip(), folder)
+        if not found.base:
+            raise ConfigError("a Modelfile needs `FROM` with a deployed model or a source, given: none")
+        return found
+
+    def _take(self, word: str, value: str, folder: Path) -> None:
+        match word:
+            case "FROM":
+                self.base = _place(_unquoted(value), folder)
+            case "ADAPTER":
+                self.adapter = _place(_unquoted(value), folder)
+            case "SYSTEM":
+                self.system = _unquoted(value)
+            case "TEMPLATE":
+                self.template = _unquoted(value)
+            case "PARAMETER":
+                name, _, given = value.partition(" ")
+                self.parameters.setdefault(name.lower(), []).append(_value(given.strip()))
+            case "LICENSE" | "REQUIRES":
+                pass
+            case "MESSAGE":
+                raise ConfigError("`MESSAGE` in a Modelfile is not supported; put examples into `SYSTEM`")
+            case _:
+                raise ConfigError(
+                    "an instruction of a Modelfile is one of FROM, ADAPTER, SYSTEM, TEMPLATE, PARAMETER, "
+                    f"given: {word:.40}"
+                )
+
+    def preset(self) -> tuple[Preset, list[str]]:
+        """Return the preset and the names of ignored parameters. Raises ConfigError, RequestError."""
+        from pydantic import ValidationError  # with the API's modules it takes tenths of a second to load
+
+        from hearth.api.ollama.body import OllamaOptions, preset_of
+
+        stops = {"stop": self.parameters["stop"]} if "stop" in self.parameters else {}
+        given = {name: values[-1] for name, values in self.parameters.items()} | stops
+        try:
+            options = OllamaOptions.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = first["loc"][0] if first["loc"] else first.get("ctx", {}).get("field", "")
+            raise ConfigError(f"`PARAMETER {name}`: {first['msg']}") from error
+        preset = preset_of(options, self.system, self.template)
+        preset.check()
+        return preset, list(options.ignored(""))
+
+
+def _place(text: str, folder: Path) -> str:
+    return str(folder / text) if text.startswith(".") else text
+
+
+def _unquoted(text: str) -> str:
+    for quote in ('"""', '"'):
+        if len(text) >= 2 * len(quote) and text.startswith(quote) and text.endswith(quote):
+            return text[len(quote) : -len(quote)].strip("\n")
+    return text
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return _unquoted(text)
