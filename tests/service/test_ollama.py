@@ -142,7 +142,7 @@ def test_texts_become_embeddings_of_length_one(client: ollama.Client) -> None:
 
 @pytest.mark.client(
     "ollama",
-    "create, copy, delete, push",
+    "copy, delete, push",
     refused="is not supported; use `hearth rm NAME`",
 )
 def test_what_would_change_the_store_is_refused(client: ollama.Client, refusal: str) -> None:
@@ -153,6 +153,24 @@ def test_what_would_change_the_store_is_refused(client: ollama.Client, refusal: 
     assert client.pull(MODEL).status == "success"
     with pytest.raises(ollama.ResponseError, match="no model named `absent`"):
         client.chat("absent", QUESTION)
+
+
+@pytest.mark.client("ollama", "create: a preset")
+def test_a_preset_answers_with_its_system_prompt_and_parameters(client: ollama.Client) -> None:
+    system = "Whatever you are asked, you answer with the word Berlin."
+    made = client.create(
+        "pirate", from_=MODEL, system=system, parameters={"temperature": 0, "num_predict": 6}
+    )
+    assert made.status == "success"
+    try:
+        answer = client.chat("pirate", QUESTION)
+        same = client.chat(MODEL, [{"role": "system", "content": system}, *QUESTION], options=GREEDY)
+        assert answer.eval_count == 6 or answer.done_reason == "stop"
+        assert (same.message.content or "").startswith(answer.message.content or "nothing")
+        assert answer.prompt_eval_count == same.prompt_eval_count
+        assert "PARAMETER num_predict 6" in (client.show("pirate").modelfile or "")
+    finally:
+        client._client.delete("/hearth/models/pirate")
 
 
 def test_names_of_hubs_work_everywhere(client: ollama.Client, service: Service, shelf: Shelf) -> None:

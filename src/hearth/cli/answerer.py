@@ -45,7 +45,7 @@ class Answerer(Protocol):
 
     @property
     def preset(self) -> Preset:
-        """Its sampling parameters; an empty one if the model is no preset."""
+        """The defaults of the model; none are set if it is no preset."""
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams

@@ -32,7 +32,7 @@ class DeclaredModels:
         self._missing = {name: source for name, source in sources.items() if not self._is_there(name, source)}
         self._failures: dict[str, str] = {}  #: reasons, by name
         for name in self._missing:
-            deployments.pending[name] = "it waits to be deployed"
+            deployments.pending[name] = "it waits to be deployed; ask again later"
 
     @property
     def note(self) -> str | None:
@@ -60,7 +60,9 @@ class DeclaredModels:
                 if not isinstance(event, DeployProgress):
                     continue
                 share = event.done_bytes / event.total_bytes if event.total_bytes else 0.0
-                self._deployments.pending[name] = f"it is being deployed: {event.phase}, {share:.0%}"
+                self._deployments.pending[name] = (
+                    f"it is being deployed: {event.phase}, {share:.0%}; ask again later"
+                )
                 if event.phase != phase or share >= logged_share + LOGGED_SHARE:
                     phase, logged_share = event.phase, share
                     log.info("model_deploying model=%s phase=%s done=%.0f%%", name, phase, 100 * share)

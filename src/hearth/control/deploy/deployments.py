@@ -100,7 +100,7 @@ class Deployments:
         except UnknownModel:
             if name not in self.pending or name not in (caller.terms.models or (name,)):
                 raise
-            raise ServiceError(f"`{name}` is not served yet: {self.pending[name]}; ask again later") from None
+            raise ServiceError(f"`{name}` is not served yet: {self.pending[name]}") from None
         if (exchange := current_exchange()) is not None:
             exchange.model = entry.name
         return entry
