@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.preset import DeployedPreset, Preset
 from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
@@ -214,26 +215,17 @@ class FakeGateway:
         self.model(name)
         return self.tokenizer_
 
-    async def deploy(
-        self,
-        source: str,
-        name: str | None,
-        dtype: str,
-        quant: str,
-        overwrite: bool,
-        base: str | None = None,
-        *,
-        labels: Sequence[str] = (),
-        is_adapter: bool = False,
-    ) -> AsyncIterator[dict[str, object]]:
-        if name in {"tiny", *(one.name for one in self.adapters)} and not overwrite:
-            raise NameTaken(f"`{name}` is taken; use another name")
+    async def deploy(self, order: DeployOrder) -> AsyncIterator[dict[str, object]]:
+        if order.name in {"tiny", *(one.name for one in self.adapters)} and not order.overwrite:
+            raise NameTaken(f"`{order.name}` is taken; use another name")
         yield {"event": "progress", "phase": "converting", "done_bytes": 1, "total_bytes": 2}
         if self.deploy_failure is not None:
             raise self.deploy_failure
-        of = ("" if base is None else f" of {base}") + (" as adapter" if is_adapter else "")
-        of += "".join(f" on {label}" for label in labels)
-        self.done.append(f"deploy {source} {name} {dtype} {quant} {overwrite}{of}")
+        of = ("" if order.base is None else f" of {order.base}") + (" as adapter" if order.is_adapter else "")
+        of += "".join(f" on {label}" for label in order.labels)
+        self.done.append(
+            f"deploy {order.source} {order.name} {order.dtype} {order.quant} {order.overwrite}{of}"
+        )
         yield {"event": "done", "model": MODEL}
 
     async def remove(self, name: str, *, with_adapters: bool = False) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hearth.cli import local_models
-from hearth.cli.create import Modelfile
+from hearth.cli.create import parse_modelfile
 from hearth.control.deploy.preset import Preset
 from hearth.core.errors import ConfigError
 from tests.cli.fake_service import MODEL, FakeService
@@ -120,9 +120,21 @@ def test_a_source_of_a_modelfile_is_deployed_once(
     assert len(deployed) == 1
 
 
-def test_paths_are_relative_to_the_modelfile() -> None:
-    found = Modelfile.parse("FROM ./m.gguf\nADAPTER ./lora\n", Path("/models"))
-    assert (found.base, found.adapter) == ("/models/m.gguf", "/models/lora")
+def test_paths_are_relative_to_the_modelfile_and_adapters_are_deployed(
+    hearth: Hearth, data_dir: Path, service: FakeService, tmp_path: Path
+) -> None:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "Modelfile").write_text("FROM smol\nADAPTER ./lora\n")
+    service.derived_name = "smol"
+    made = hearth("create", "smol", "-f", str(tmp_path / "Modelfile"), "--url", service.url)
+    (body,) = [body for body in service.bodies("/hearth/models") if isinstance(body, dict)]
+    assert (body["source"], body["name"], body["base"], body["overwrite"]) == (
+        str(tmp_path / "lora"),
+        "smol-adapter",
+        "smol",
+        True,
+    )
+    assert "no model named `smol-adapter`" in made.err, "the service of this test registers nothing"
 
 
 @pytest.mark.parametrize(
@@ -131,12 +143,11 @@ def test_paths_are_relative_to_the_modelfile() -> None:
         ("SYSTEM hi", "needs `FROM`"),
         ("FROM", "an instruction and its value"),
         ("FROM a\nRUN b", "given: RUN"),
-        ("FROM a\nMESSAGE user hi", "put examples into `SYSTEM`"),
     ],
 )
 def test_a_wrong_modelfile_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Modelfile.parse(text, Path())
+        parse_modelfile(text)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT, COMPLETION
 from hearth.api.responses.dialect import ID_PREFIX
+from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.preset import Preset
 from hearth.core.errors import ConfigError, HearthError, RequestError, UnknownRequest
 from hearth.core.version import hearth_version
@@ -99,10 +100,8 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     @routes.post("", summary="Deploy a model or a LoRA adapter", responses=_EVENTS)
     async def deploy(body: DeployBody, request: Request) -> Response:
         """Streams progress as events; with `Accept: application/json` it waits and returns the model."""
-        events = gateway.deploy(
-            body.source, body.name, body.dtype, body.quant, body.overwrite, body.base, labels=body.labels
-        )
-        return ProgressResponse(events, "model", request, heartbeat_s)
+        order = msgspec.convert(body.model_dump(), DeployOrder)
+        return ProgressResponse(gateway.deploy(order), "model", request, heartbeat_s)
 
     @routes.delete("/{name:path}", summary="Remove a model or an adapter")
     async def remove(name: str, with_adapters: bool = False) -> Response:

@@ -140,7 +140,7 @@ def answerer_of(
     client = running(context, url, api_key, data_dir)
     if client is None:
         with named(model):
-            view = _deployed(None, model, data_dir, is_elsewhere=False)
+            view = _deployed(None, model, data_dir)
         preset, adapter = view.preset, None
         if preset is not None:
             view = local_models.base_of(data_dir, view)
@@ -158,11 +158,11 @@ def answerer_of(
                 f"would answer; drop it{instead}, or give the path of the model"
             )
         with named(model):
-            view = _deployed(client, model, data_dir, is_elsewhere=url is not None)
+            view = _deployed(client, model, data_dir)
         yield ServiceAnswerer(client, view)
 
 
-def _deployed(client: Client | None, model: str, data_dir: Path, *, is_elsewhere: bool) -> ModelView:
+def _deployed(client: Client | None, model: str, data_dir: Path) -> ModelView:
     """Find a model by its name or repository of the Hub, which may be deployed now. Raises UnknownModel."""
     try:
         if not model.startswith("hf:"):
@@ -172,7 +172,7 @@ def _deployed(client: Client | None, model: str, data_dir: Path, *, is_elsewhere
             raise
     from hearth.cli.deploy import offer
 
-    return offer(client, model, data_dir, is_elsewhere=is_elsewhere)
+    return offer(client, model, data_dir)
 
 
 @contextmanager

@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
 #: The parameters of answers in a conversation without flags and preset.
 USUAL = SamplingParams(temperature=0.7, max_tokens=1024)
+#: The most tokens of an answer to a single prompt.
+PROMPTED = 256
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(help=f"Maximum tokens of an answer; {PROMPTED} to a prompt, {USUAL.max_tokens} in a talk."),
+]
+Temperature = Annotated[float | None, typer.Option(help=f"0: greedy; by default {USUAL.temperature}.")]
+Seed = Annotated[int | None, typer.Option(help="Makes answers reproducible.")]
 HELP = "/clear starts over, /exit or Ctrl-D quits, Ctrl-C stops an answer, /help shows this"
 
 
@@ -40,13 +48,9 @@ def chat(
     context: typer.Context,
     name: ModelName,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help=f"Maximum tokens of an answer; default: {USUAL.max_tokens}.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help=f"0: greedy; default: {USUAL.temperature}.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the conversation reproducible.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,

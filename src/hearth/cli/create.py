@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -24,9 +24,10 @@ from hearth.cli.console import (
     is_place,
     warn,
 )
-from hearth.cli.deploy import deployed_from, deployed_of
+from hearth.cli.deploy import absolute_source, carry_out, deployed_of
 from hearth.cli.endpoint import running
 from hearth.cli.tab_completion import ModelName
+from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.preset import Preset
 from hearth.control.observe.views import ModelView
 from hearth.core.errors import ConfigError
@@ -58,18 +59,15 @@ def create(
       hearth create pirate -f Modelfile
     """
     text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    modelfile = Modelfile.parse(text, file.parent)
-    preset, ignored = modelfile.preset()
-    for parameter in ignored:
-        warn(f"note: `{parameter}` is ignored: it is set for the base, see `hearth config` and [models.NAME]")
+    modelfile = parse_modelfile(text)
+    preset = _preset_of(modelfile)
     client = running(context, url, api_key, data_dir)
     with client or nullcontext():
-        base = _base_of(client, modelfile.base, data_dir)
-        if modelfile.adapter is not None:
-            adapter = f"{name}-adapter"
-            base = deployed_from(
-                client, modelfile.adapter, data_dir, name=adapter, base=base.name, overwrite=True
-            )
+        base = _base_of(client, _place(modelfile["FROM"][-1], file.parent), data_dir)
+        for adapter in modelfile.get("ADAPTER", []):
+            source = absolute_source(_place(adapter, file.parent), is_elsewhere=url is not None)
+            order = DeployOrder(source, f"{name}-adapter", overwrite=True, base=base.name)
+            base = carry_out(client, order, data_dir)
         _put(client, name, base.name, preset, data_dir)
     typer.echo(f"created {name}: preset of {base.name}")
 
@@ -108,83 +106,61 @@ def _base_of(client: Client | None, base: str, data_dir: Path) -> ModelView:
     source = f"hf:{base}" if is_hub_name(base) and not Path(base).exists() else base
     if not source.startswith("hf:") and not is_place(base):
         return local_models.find(data_dir, base) if client is None else client.model(base)
-    return deployed_of(client, source, data_dir) or deployed_from(client, source, data_dir)
+    order = DeployOrder(absolute_source(source, is_elsewhere=False))
+    return deployed_of(client, order.source, data_dir) or carry_out(client, order, data_dir)
 
 
 #: A comment, or an instruction with its value: to the end of the line, or between triple quotes.
 _ENTRY = re.compile(r'\s*(?:#.*|(?P<word>\w+)[ \t]+(?P<value>"""[\s\S]*?"""|.*))(?:\n|\Z)')
+_KNOWN = ("FROM", "ADAPTER", "SYSTEM", "TEMPLATE", "PARAMETER", "LICENSE", "REQUIRES")
 
 
-@dataclass(slots=True)
-class Modelfile:
-    """Mutable while it is parsed."""
+def parse_modelfile(text: str) -> dict[str, list[str]]:
+    """Return the values of each instruction. Raises ConfigError."""
+    found: dict[str, list[str]] = {}
+    text, position = text.strip() + "\n", 0
+    while position < len(text):
+        if (match := _ENTRY.match(text, position)) is None:
+            line = text[position:].strip().partition("\n")[0]
+            raise ConfigError(f"a line of a Modelfile is an instruction and its value, given: {line!r:.80}")
+        position = match.end()
+        if match["word"] is not None:
+            found.setdefault(match["word"].upper(), []).append(match["value"].strip())
+    if "FROM" not in found:
+        raise ConfigError("a Modelfile needs `FROM` with a deployed model or a source, given: none")
+    if unknown := found.keys() - {*_KNOWN}:
+        known = ", ".join(_KNOWN)
+        raise ConfigError(f"an instruction of a Modelfile is one of {known}, given: {min(unknown):.40}")
+    return found
 
-    base: str = ""
-    system: str | None = None
-    template: str | None = None
-    adapter: str | None = None
-    parameters: dict[str, list[object]] = field(default_factory=dict)
 
-    @staticmethod
-    def parse(text: str, folder: Path) -> Modelfile:
-        """`folder`: that paths are relative to. Raises ConfigError."""
-        found, text, position = Modelfile(), text.strip() + "\n", 0
-        while position < len(text):
-            if (match := _ENTRY.match(text, position)) is None:
-                line = text[position:].strip().partition("\n")[0]
-                raise ConfigError(
-                    f"a line of a Modelfile is an instruction and its value, given: {line!r:.80}"
-                )
-            position = match.end()
-            if match["word"] is not None:
-                found._take(match["word"].upper(), match["value"].strip(), folder)
-        if not found.base:
-            raise ConfigError("a Modelfile needs `FROM` with a deployed model or a source, given: none")
-        return found
+def _preset_of(modelfile: Mapping[str, Sequence[str]]) -> Preset:
+    """Warns of parameters that presets have not. Raises ConfigError, RequestError."""
+    from pydantic import ValidationError  # with the API's modules it takes tenths of a second to load
 
-    def _take(self, word: str, value: str, folder: Path) -> None:
-        match word:
-            case "FROM":
-                self.base = _place(_unquoted(value), folder)
-            case "ADAPTER":
-                self.adapter = _place(_unquoted(value), folder)
-            case "SYSTEM":
-                self.system = _unquoted(value)
-            case "TEMPLATE":
-                self.template = _unquoted(value)
-            case "PARAMETER":
-                name, _, given = value.partition(" ")
-                self.parameters.setdefault(name.lower(), []).append(_value(given.strip()))
-            case "LICENSE" | "REQUIRES":
-                pass
-            case "MESSAGE":
-                raise ConfigError("`MESSAGE` in a Modelfile is not supported; put examples into `SYSTEM`")
-            case _:
-                raise ConfigError(
-                    "an instruction of a Modelfile is one of FROM, ADAPTER, SYSTEM, TEMPLATE, PARAMETER, "
-                    f"given: {word:.40}"
-                )
+    from hearth.api.ollama.body import OllamaOptions, preset_of
 
-    def preset(self) -> tuple[Preset, list[str]]:
-        """Return the preset and the names of ignored parameters. Raises ConfigError, RequestError."""
-        from pydantic import ValidationError  # with the API's modules it takes tenths of a second to load
-
-        from hearth.api.ollama.body import OllamaOptions, preset_of
-
-        stops = {"stop": self.parameters["stop"]} if "stop" in self.parameters else {}
-        given = {name: values[-1] for name, values in self.parameters.items()} | stops
-        try:
-            options = OllamaOptions.model_validate(given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = first["loc"][0] if first["loc"] else first.get("ctx", {}).get("field", "")
-            raise ConfigError(f"`PARAMETER {name}`: {first['msg']}") from error
-        preset = preset_of(options, self.system, self.template)
-        preset.check()
-        return preset, list(options.ignored(""))
+    pairs = [value.partition(" ")[::2] for value in modelfile.get("PARAMETER", ())]
+    given = {name.lower(): _value(value) for name, value in pairs}
+    if "stop" in given:
+        given["stop"] = [_value(value) for name, value in pairs if name.lower() == "stop"]
+    try:
+        options = OllamaOptions.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = first["loc"][0] if first["loc"] else first.get("ctx", {}).get("field", "")
+        raise ConfigError(f"`PARAMETER {name}`: {first['msg']}") from error
+    for parameter in options.ignored(""):
+        warn(f"note: `{parameter}` is ignored: what loads a model is set for it in [models.NAME]")
+    system, template = (modelfile.get(word, ("",))[-1] for word in ("SYSTEM", "TEMPLATE"))
+    preset = preset_of(options, _unquoted(system), _unquoted(template))
+    preset.check()
+    return preset
 
 
 def _place(text: str, folder: Path) -> str:
+    """Return a name or source; a path that begins with a dot is relative to the Modelfile."""
+    text = _unquoted(text)
     return str(folder / text) if text.startswith(".") else text
 
 
@@ -197,6 +173,6 @@ def _unquoted(text: str) -> str:
 
 def _value(text: str) -> object:
     try:
-        return json.loads(text)
+        return json.loads(text.strip())
     except ValueError:
-        return _unquoted(text)
+        return _unquoted(text.strip())

@@ -108,8 +108,10 @@ def _deploy(data_dir: Path) -> None:
     if NAME in local_models.names(data_dir):
         _print(f"{NAME} is already deployed")
         return
+    from hearth.control.deploy.deploy import DeployOrder
+
     source = _bundled()
-    model = follow(source, local_models.deploy(source, NAME, "auto", "none", False, data_dir))
+    model = follow(source, local_models.deploy(DeployOrder(source, NAME), data_dir))
     _print(f"deployed {NAME}: {size(model.num_bytes)}, {model.dtype}")
 
 

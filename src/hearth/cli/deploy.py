@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,7 +39,7 @@ from hearth.control.observe.views import ModelView
 from hearth.core.errors import ConfigError, ModelError, UnknownModel, Unreached, UnsupportedModel
 
 if TYPE_CHECKING:
-    from hearth.control.deploy.deploy import DeployProgress
+    from hearth.control.deploy.deploy import DeployOrder, DeployProgress
 
 
 @app.command(rich_help_panel="Models")
@@ -104,23 +104,23 @@ def deploy(
 
       hearth deploy hf:Qwen/Qwen2.5-7B-Instruct --label gpu=h200
     """
+    from hearth.control.deploy.deploy import DeployOrder  # not for `hearth list`
+
     client = running(context, url, api_key, data_dir)
     if with_snapshot and client is None:
         raise ConfigError("`--snapshot` needs a running service; start one with `hearth serve`")
     started_s = time.perf_counter()
     with client or nullcontext():
-        model = deployed_from(
-            client,
-            source,
-            data_dir,
-            name=name,
-            dtype=dtype.value,
-            quant=quant.value,
+        order = DeployOrder(
+            absolute_source(source, is_elsewhere=url is not None),
+            name,
+            dtype.value,
+            quant.value,
             overwrite=overwrite,
             base=base,
-            labels=labels or (),
-            is_elsewhere=url is not None,
+            labels=tuple(labels or ()),
         )
+        model = carry_out(client, order, data_dir)
     if as_json:
         typer.echo(msgspec.json.encode(model))
     else:
@@ -134,26 +134,10 @@ def deploy(
             typer.echo(snapshot.summary(view))
 
 
-def deployed_from(
-    client: Client | None,
-    source: str,
-    data_dir: Path,
-    *,
-    name: str | None = None,
-    dtype: str = "auto",
-    quant: str = "none",
-    overwrite: bool = False,
-    base: str | None = None,
-    labels: Sequence[str] = (),
-    is_elsewhere: bool = False,
-) -> ModelView:
-    """Deploy through a service, None: in this process. `is_elsewhere`: paths are those of its machine."""
-    absolute = absolute_source(source, is_elsewhere)
-    if client is None:
-        events = local_models.deploy(absolute, name, dtype, quant, overwrite, data_dir, base, labels)
-    else:
-        events = client.deploy(absolute, name, dtype, quant, overwrite, base, labels)
-    return follow(source, events)
+def carry_out(client: Client | None, order: DeployOrder, data_dir: Path) -> ModelView:
+    """Deploy through a service, None: in this process, and show the progress."""
+    events = local_models.deploy(order, data_dir) if client is None else client.deploy(order)
+    return follow(order.source, events)
 
 
 def _summary(model: ModelView) -> str:
@@ -167,11 +151,13 @@ def deployed_of(client: Client | None, repository: str, data_dir: Path) -> Model
     return next((one for one in named if repository in (one.source, one.source.partition("@")[0])), None)
 
 
-def offer(client: Client | None, source: str, data_dir: Path, *, is_elsewhere: bool) -> ModelView:
+def offer(client: Client | None, source: str, data_dir: Path) -> ModelView:
     """Return the model that was deployed from a repository; if there is none, ask whether to deploy it.
 
     Raises UnknownModel: not a terminal.
     """
+    from hearth.control.deploy.deploy import DeployOrder  # as above
+
     wanted = source if source.startswith("hf:") else f"hf:{source}"
     if (found := deployed_of(client, wanted, data_dir)) is not None:
         return found
@@ -184,7 +170,7 @@ def offer(client: Client | None, source: str, data_dir: Path, *, is_elsewhere: b
         "yes",
     ):
         raise typer.Abort
-    model = deployed_from(client, wanted, data_dir, is_elsewhere=is_elsewhere)
+    model = carry_out(client, DeployOrder(wanted), data_dir)
     err.print(Text(_summary(model), style="dim"))
     return model
 

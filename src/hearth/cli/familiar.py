@@ -33,6 +33,9 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+_IS_ON = "leave it out: it is always on"
+_IS_FOUND = "leave it out: it is taken from the model's files"
+_STAGES = "leave it out: a model larger than one GPU runs in stages on several"
 #: Flags that no command has under that name, by tool and flag.
 FLAGS: Mapping[str, Mapping[str, str]] = {
     "Ollama": {
@@ -49,35 +52,31 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         "--block-size": "use `--set engine.block_tokens=TOKENS`",
         "--chat-template": "use `TEMPLATE` in a Modelfile and `hearth create`",
         "--cpu-offload-gb": "leave it out: models that do not fit together take turns",
-        "--data-parallel-size": "use `--set models.NAME.min_replicas=N`; loaded models get more under load",
         "--download-dir": "use `--data-dir DIR`",
-        "--enable-auto-tool-choice": "leave it out: tool calls are recognised",
-        "--enable-chunked-prefill": "leave it out: it is always on",
+        "--enable-auto-tool-choice": _IS_FOUND,
+        "--enable-chunked-prefill": _IS_ON,
         "--enable-lora": "use `hearth deploy ADAPTER --base NAME`",
-        "--enable-prefix-caching": "leave it out: it is always on",
+        "--enable-prefix-caching": _IS_ON,
         "--enforce-eager": "use `--set engine.graphs=off`",
         "--gpu-memory-utilization": "use `--set engine.memory_fraction=0.9`, or `--memory SIZE`",
-        "--hf-token": "set HF_TOKEN",
-        "--kv-cache-dtype": "leave it out: the KV cache has the dtype of the model",
         "--kv-cache-memory-bytes": "use `--set engine.kv_bytes=SIZE`",
-        "--load-format": "leave it out: `hearth deploy` reads safetensors, PyTorch files and GGUF",
+        "--load-format": _IS_FOUND,
         "--lora-modules": "use `hearth deploy ADAPTER --base NAME --name ADAPTER_NAME`",
         "--max-model-len": "use `--set models.NAME.context=TOKENS`",
         "--max-num-batched-tokens": "use `--set engine.max_batch_tokens=TOKENS`",
         "--max-num-seqs": "use `--set engine.max_seqs=N`",
         "--model": "give the model as the argument: `hearth serve SOURCE`",
-        "--pipeline-parallel-size": "leave it out: a model larger than one GPU runs in stages",
+        "--pipeline-parallel-size": _STAGES,
         "--quantization": "use `hearth deploy SOURCE --quant int8`",
         "--revision": "use `hf:ORG/NAME@REVISION`",
         "--served-model-name": "use `hearth deploy SOURCE --name NAME`, or `hearth cp NAME OTHER`",
         "--ssl-keyfile": "put a proxy in front (docs/deploy.md)",
         "--swap-space": "use `--host-memory SIZE`",
-        "--tensor-parallel-size": "leave it out: a model larger than one GPU runs in stages on several",
-        "--tokenizer": "leave it out: the tokenizer is that of the model's directory",
-        "--tool-call-parser": "leave it out: the format of tool calls is recognised",
+        "--tensor-parallel-size": _STAGES,
+        "--tokenizer": _IS_FOUND,
+        "--tool-call-parser": _IS_FOUND,
         "--trust-remote-code": "leave it out: no code of a model is run",
-        "--uvicorn-log-level": "use `--set log.level=warning`",
-        "-tp": "leave it out: a model larger than one GPU runs in stages on several",
+        "-tp": _STAGES,
     },
 }
 

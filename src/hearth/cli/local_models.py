@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from hearth.core.config import HearthConfig, ModelConfig, ServiceConfig
 from hearth.core.errors import HearthError
 
 if TYPE_CHECKING:
-    from hearth.control.deploy.deploy import DeployProgress
+    from hearth.control.deploy.deploy import DeployOrder, DeployProgress
 
 
 def names(data_dir: Path) -> list[str]:
@@ -89,27 +89,17 @@ def remove(data_dir: Path, name: str, *, with_adapters: bool = False) -> None:
         collect_snapshots(opened, registry)
 
 
-def deploy(
-    source: str,
-    name: str | None,
-    dtype: str,
-    quant: str,
-    overwrite: bool,
-    data_dir: Path,
-    base: str | None = None,
-    labels: Sequence[str] = (),
-) -> Iterator[DeployProgress | ModelView]:
+def deploy(order: DeployOrder, data_dir: Path) -> Iterator[DeployProgress | ModelView]:
     """Yield progress, and last the model. Closing the generator early cancels the deployment."""
-    from hearth.control.deploy.deploy import DeployDone, DeployOrder, deploying_here, register
+    from hearth.control.deploy.deploy import DeployDone, deploying_here, register
     from hearth.node.devices import resolve
 
     opened = DataDir.open(data_dir)
-    kind = resolve(ServiceConfig()).kind
-    order = DeployOrder(source, name, dtype, quant, kind, overwrite, base, labels=tuple(labels))
+    order = replace(order, kind=resolve(ServiceConfig()).kind)
     with Registry(opened) as registry, closing(deploying_here(order, opened)) as events:
         for event in events:
             if isinstance(event, DeployDone):
-                registered = register(event.deployed, overwrite, registry, opened)
+                registered = register(event.deployed, order.overwrite, registry, opened)
                 catalog = _catalog(registry)
                 view = catalog.view(catalog.find(event.deployed.name))
                 yield replace(view, warning=registered.warning)

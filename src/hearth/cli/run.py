@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from hearth.cli.answerer import Answerer, LocalOptions, answerer_of
-from hearth.cli.chat import USUAL, converse
+from hearth.cli.chat import PROMPTED, USUAL, MaxTokens, Seed, Temperature, converse
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     SPELLED_DTYPES,
@@ -35,9 +35,6 @@ from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from hearth.store.transfer.record import LoadRecord
-
-#: The most tokens of an answer to a single prompt.
-PROMPTED = 256
 
 NameOrPlace = Annotated[
     str,
@@ -65,16 +62,9 @@ def run(
     dtype: Annotated[
         Dtype, typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: fits model and device.")
     ] = Dtype.AUTO,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Maximum tokens of an answer; default: {USUAL.max_tokens}, to a prompt {PROMPTED}."
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help=f"0: greedy; default: {USUAL.temperature}.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the answer reproducible.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT without a chat template.")] = False,
     url: Url = None,
     api_key: ApiKey = None,

@@ -199,29 +199,8 @@ class Gateway:
 
     # Changes to models.
 
-    async def deploy(
-        self,
-        source: str,
-        name: str | None,
-        dtype: str,
-        quant: str,
-        overwrite: bool,
-        base: str | None = None,
-        *,
-        labels: Sequence[str] = (),
-        is_adapter: bool = False,
-    ) -> AsyncGenerator[dict[str, object], None]:
-        """Yield progress, and last the model. Closing the generator cancels. `is_adapter`: refuse a model."""
-        order = DeployOrder(
-            source=source,
-            name=name,
-            dtype=dtype,
-            quant=quant,
-            overwrite=overwrite,
-            base=base,
-            is_adapter=is_adapter,
-            labels=tuple(labels),
-        )
+    async def deploy(self, order: DeployOrder) -> AsyncGenerator[dict[str, object], None]:
+        """Yield progress, and last the model. Closing the generator cancels."""
         async with aclosing(self.deployments.deploy(order)) as progress:
             async for event in progress:
                 if isinstance(event, DeployProgress):

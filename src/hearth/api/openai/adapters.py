@@ -13,6 +13,7 @@ from hearth.api.answers import PLAIN_TEXT
 from hearth.api.body import OwnBody, Text
 from hearth.api.guard import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, caller_of
 from hearth.api.json_body import JsonRoute
+from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.registry import name_of_model
 from hearth.control.requests.caller import OPERATOR
 from hearth.core.errors import ConfigError, ModelError, NameTaken, RequestError, SourceMissing, UnknownModel
@@ -58,16 +59,14 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
             if gateway.deployments.model(body.lora_name, OPERATOR).base is None:
                 raise name_of_model(body.lora_name)
         try:
-            deploying = gateway.deploy(
+            order = DeployOrder(
                 body.lora_path,
                 body.lora_name,
-                "auto",
-                "none",
-                body.load_inplace,
-                body.base_model_name,
+                overwrite=body.load_inplace,
+                base=body.base_model_name,
                 is_adapter=True,
             )
-            async with aclosing(deploying) as events:
+            async with aclosing(gateway.deploy(order)) as events:
                 async for _ in events:
                     pass
         except NameTaken:

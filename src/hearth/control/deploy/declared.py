@@ -44,7 +44,7 @@ class DeclaredModels:
             log.info("model_deploying model=%s source=%s", name, source)
             try:
                 await self._deploy(name, source)
-            except HearthError as error:
+            except (HearthError, OSError) as error:
                 log.error("model_undeployed model=%s source=%s reason=%s", name, source, error)
                 self._failures[name] = str(error)
                 self._deployments.pending[name] = f"it could not be deployed: {error}"
