@@ -168,6 +168,11 @@ def test_a_command_without_arguments_shows_its_commands(hearth: Hearth) -> None:
     assert "Exit codes: 0 success" in shown.out
 
 
+def test_every_command_has_one_line_in_the_help(hearth: Hearth) -> None:
+    lines = hearth("--help").out.partition(" Options ")[2].partition("╰")[2].splitlines()
+    assert [line for line in lines if line.startswith("│  ")] == []
+
+
 def _words_of_commands(group: TyperGroup, *before: str) -> Iterator[tuple[str, ...]]:
     """Yield the words that call each command, those of groups included."""
     for name, command in group.commands.items():

@@ -104,7 +104,7 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a model, or a LoRA adapter of a model, to the format that loads by copying.
+    """Convert a model or LoRA adapter to the format that is served.
 
     DEST appears only when it is complete, even if the command is killed.
 

@@ -48,7 +48,7 @@ def create(
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Make a preset from a Modelfile: a model with a system prompt and parameters of its own.
+    """Make a preset of a model from a Modelfile.
 
     A preset shares the weights of its base and follows it when the base is deployed again. FROM names a
     deployed model or a source, which is deployed if need be; ADAPTER is deployed as NAME-adapter. SYSTEM,
@@ -135,7 +135,7 @@ def parse_modelfile(text: str) -> dict[str, list[str]]:
 
 
 def _preset_of(modelfile: Mapping[str, Sequence[str]]) -> Preset:
-    """Warns of parameters that presets have not. Raises ConfigError, RequestError."""
+    """Warn of ignored parameters. Raises ConfigError, RequestError."""
     from pydantic import ValidationError  # with the API's modules it takes tenths of a second to load
 
     from hearth.api.ollama.body import OllamaOptions, preset_of

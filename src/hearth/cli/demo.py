@@ -46,9 +46,9 @@ def demo(
     once: Annotated[bool, typer.Option("--once", help="Stop after the answer.")] = False,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Deploy a small model, serve it, ask it a question and show where the time went.
+    """Deploy a small model, serve it and ask it a question.
 
-    Keeps serving until Ctrl-C. `make demo` runs it.
+    Shows where the time of the answer went, and keeps serving until Ctrl-C. `make demo` runs it.
 
     [bold]Example[/bold]
 

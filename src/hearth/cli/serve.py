@@ -76,13 +76,13 @@ def serve(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Serve all deployed models behind one endpoint that speaks the APIs of OpenAI, Anthropic and Ollama.
+    """Serve the deployed models over HTTP.
 
-    Models are loaded on request and evicted when they are idle and others need the memory. Ctrl-C or SIGTERM
-    stops the service after running requests have finished. Each SOURCE is like `source` in [models.NAME]: it
-    is deployed while the service starts, unless it is already. Every setting can be given by --set, in the
-    --config file or as an environment variable: service.port is HEARTH_SERVICE_PORT. `hearth config` lists
-    them.
+    One endpoint speaks the APIs of OpenAI, Anthropic and Ollama. Models are loaded on request and evicted
+    when they are idle and others need the memory. Ctrl-C or SIGTERM stops the service after running requests
+    have finished. Each SOURCE is like `source` in [models.NAME]: it is deployed while the service starts,
+    unless it is already. Every setting can be given by --set, in the --config file or as an environment
+    variable: service.port is HEARTH_SERVICE_PORT. `hearth config` lists them.
 
     [bold]Examples[/bold]
 

@@ -62,7 +62,7 @@ snapshot_app = typer.Typer(cls=MakingGroup, no_args_is_help=True, rich_markup_mo
 app.add_typer(
     snapshot_app,
     name="snapshot",
-    help="Make starts of a model faster: hearth snapshot NAME. Also ls, rm and verify.",
+    help="Make later starts of a model faster; also ls, rm and verify.",
     rich_help_panel="Models",
 )
 

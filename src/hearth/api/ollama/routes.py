@@ -1,4 +1,4 @@
-"""The routes of Ollama's API. Those that would create or delete models are refused: use `hearth deploy`."""
+"""The routes of Ollama's API. Routes that would copy, delete or push models are refused."""
 
 from __future__ import annotations
 

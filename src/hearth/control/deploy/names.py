@@ -79,7 +79,7 @@ class Names:
         return {self._own_name(one) for one in allowed} & self._by_name.keys()
 
     def waiting(self) -> dict[str, str]:
-        """Return the models with settings that nobody has deployed, nor will the configuration."""
+        """Return a hint for each name that has settings, but neither a model nor a `source`."""
         declared = {name for name, config in self._models.items() if config.source is not None}
         return {name: self._hint(name) for name in self._models if name not in {*self._by_name, *declared}}
 
