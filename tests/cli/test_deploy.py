@@ -12,6 +12,7 @@ from rich.console import Console
 
 from hearth.cli import local_models
 from hearth.cli.deploy import follow
+from hearth.control.datadir import DataDir
 from hearth.control.deploy.deploy import DeployProgress
 from hearth.control.observe.views import UpstreamView
 from hearth.core.errors import Unreached
@@ -69,15 +70,27 @@ def test_show_takes_a_name(hearth: Hearth, tiny: Path) -> None:
     assert re.search(r"keep_alive +│ 5m ", shown)
 
 
+@pytest.mark.parametrize("command", ["deploy", "pull"])
+def test_a_source_that_is_named_as_on_the_hub_comes_from_there(
+    hearth: Hearth, data_dir: Path, service: FakeService, command: str
+) -> None:
+    with DataDir.hold(data_dir) as held:
+        service.announce(held)
+        for source in ("Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B"):
+            assert hearth(command, source, "--name", "new").code == 0
+    assert [body["source"] for body in service.bodies("/hearth/models") if isinstance(body, dict)] == [
+        "hf:Qwen/Qwen3-0.6B"
+    ] * 2
+
+
 @pytest.mark.usefixtures("data_dir")
-def test_a_source_that_is_named_as_on_the_hub_is_told_how_to_be_written(hearth: Hearth) -> None:
-    shown = hearth("deploy", "Qwen/Qwen3-0.6B")
+def test_a_source_that_is_nowhere_is_told_how_those_of_the_hub_are_written(hearth: Hearth) -> None:
+    shown = hearth("pull", "llama3.2")
     assert (shown.code, shown.out) == (2, "")
     assert shown.err == (
-        "hearth: no model at `Qwen/Qwen3-0.6B`; give the directory of its files, or a GGUF file; for the "
-        "Hugging Face Hub use `hf:Qwen/Qwen3-0.6B`\n"
+        "hearth: no model at `llama3.2`; give the directory of its files, or a GGUF file; a model of the "
+        "Hugging Face Hub is `hf:ORG/NAME`\n"
     )
-    assert "hf:" not in hearth("deploy", "./nowhere").err
 
 
 @pytest.mark.usefixtures("tiny")
@@ -125,7 +138,10 @@ def test_rm_takes_what_deploy_made_and_leaves_the_source(hearth: Hearth, data_di
     assert tiny.exists()
 
 
+@pytest.mark.usefixtures("tiny")
 def test_rm_asks_first_and_needs_somebody_to_ask(hearth: Hearth, data_dir: Path) -> None:
+    unknown = hearth("rm", "tniy")
+    assert (unknown.code, unknown.err) == (3, "hearth: no model named `tniy`; did you mean `tiny`?\n")
     shown = hearth("rm", "tiny")
     assert (shown.code, shown.out) == (2, "")
     assert "--yes" in shown.err

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from rich.text import Text
 
 from hearth.cli import local_models, snapshot
 from hearth.cli.client import Client
@@ -23,7 +24,9 @@ from hearth.cli.console import (
     Dtype,
     Url,
     app,
+    err,
     existing,
+    is_hub_name,
     print_columns,
     warn,
 )
@@ -33,13 +36,10 @@ from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
 from hearth.cli.tab_completion import ModelName, complete_base
 from hearth.control.observe.views import ModelView
-from hearth.core.errors import ConfigError, ModelError, Unreached
+from hearth.core.errors import ConfigError, ModelError, UnknownModel, Unreached, UnsupportedModel
 
 if TYPE_CHECKING:
-    from hearth.control.deploy.deploy import DeployProgress
-
-#: A repository of the Hugging Face Hub without `hf:`.
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
+    from hearth.control.deploy.deploy import DeployOrder, DeployProgress
 
 
 @app.command(rich_help_panel="Models")
@@ -49,7 +49,7 @@ def deploy(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Hugging Face or PEFT directory, GGUF file, converted model, hf:ORG/NAME, or URL.",
+            help="hf:ORG/NAME, URL, GGUF file, converted model, Hugging Face or PEFT directory.",
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the model; by default that of SOURCE.")] = None,
@@ -104,26 +104,27 @@ def deploy(
 
       hearth deploy hf:Qwen/Qwen2.5-7B-Instruct --label gpu=h200
     """
+    from hearth.control.deploy.deploy import DeployOrder  # not for `hearth list`
+
     client = running(context, url, api_key, data_dir)
     if with_snapshot and client is None:
         raise ConfigError("`--snapshot` needs a running service; start one with `hearth serve`")
-    absolute = _absolute(source, is_elsewhere=url is not None)
     started_s = time.perf_counter()
-    if client is None:
-        events = local_models.deploy(
-            absolute, name, dtype.value, quant.value, overwrite, data_dir, base, labels or ()
+    with client or nullcontext():
+        order = DeployOrder(
+            absolute_source(source, is_elsewhere=url is not None),
+            name,
+            dtype.value,
+            quant.value,
+            overwrite=overwrite,
+            base=base,
+            labels=tuple(labels or ()),
         )
-        model = follow(source, events)
-    else:
-        with client:
-            events = client.deploy(absolute, name, dtype.value, quant.value, overwrite, base, labels or ())
-            model = follow(source, events)
+        model = carry_out(client, order, data_dir)
     if as_json:
         typer.echo(msgspec.json.encode(model))
     else:
-        took_s = time.perf_counter() - started_s
-        of = "" if model.base is None else f"adapter of {model.base}, rank {model.max_rank}, "
-        typer.echo(f"deployed {model.name}: {of}{size(model.num_bytes)}, {model.dtype}, in {took_s:.1f} s")
+        typer.echo(f"{_summary(model)}, in {time.perf_counter() - started_s:.1f} s")
     if model.warning is not None:
         warn(f"warning: {model.warning}")
     if with_snapshot:
@@ -131,6 +132,47 @@ def deploy(
             view = snapshot.made(client, model.name)
         if not as_json:
             typer.echo(snapshot.summary(view))
+
+
+def carry_out(client: Client | None, order: DeployOrder, data_dir: Path) -> ModelView:
+    """Deploy through a service, None: in this process, and show the progress."""
+    events = local_models.deploy(order, data_dir) if client is None else client.deploy(order)
+    return follow(order.source, events)
+
+
+def _summary(model: ModelView) -> str:
+    of = "" if model.base is None else f"adapter of {model.base}, rank {model.max_rank}, "
+    return f"deployed {model.name}: {of}{size(model.num_bytes)}, {model.dtype}"
+
+
+def deployed_of(client: Client | None, repository: str, data_dir: Path) -> ModelView | None:
+    """Return the model that was deployed from `hf:ORG/NAME`, perhaps with a revision."""
+    named = (view for view in _models(client, data_dir) if view.preset is None)
+    return next((one for one in named if repository in (one.source, one.source.partition("@")[0])), None)
+
+
+def offer(client: Client | None, source: str, data_dir: Path) -> ModelView:
+    """Return the model that was deployed from a repository; if there is none, ask whether to deploy it.
+
+    Raises UnknownModel: not a terminal.
+    """
+    from hearth.control.deploy.deploy import DeployOrder  # as above
+
+    wanted = source if source.startswith("hf:") else f"hf:{source}"
+    if (found := deployed_of(client, wanted, data_dir)) is not None:
+        return found
+    if not sys.stdin.isatty():
+        raise UnknownModel(f"`{wanted}` is not deployed; deploy it with `hearth deploy {wanted}`")
+    # Not `typer.confirm`, which would write a space before the answer of the model.
+    if err.input(Text(f"{wanted} is not deployed. Deploy it now? [Y/n] ")).strip().lower() not in (
+        "",
+        "y",
+        "yes",
+    ):
+        raise typer.Abort
+    model = carry_out(client, DeployOrder(wanted), data_dir)
+    err.print(Text(_summary(model), style="dim"))
+    return model
 
 
 @app.command("list", rich_help_panel="Models")
@@ -141,10 +183,10 @@ def list_models(
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """List the deployed models and adapters.
+    """List the deployed models, adapters and presets.
 
-    Includes models that are not loaded; `hearth ps` shows what is in memory. Adapters are listed below their
-    base.
+    Includes models that are not loaded; `hearth ps` shows what is in memory. Adapters and presets are listed
+    below their base.
 
     [bold]Examples[/bold]
 
@@ -153,7 +195,8 @@ def list_models(
       hearth list --json
     """
     client = running(context, url, api_key, data_dir)
-    views = local_models.views(data_dir) if client is None else _listed(client)
+    with client or nullcontext():
+        views = _models(client, data_dir)
     if as_json:
         typer.echo(msgspec.json.encode(views))
         return
@@ -162,7 +205,7 @@ def list_models(
             view.name,
             view.base or "-",
             ",".join(view.aliases) or "-",
-            size(view.num_bytes),
+            "preset" if view.preset is not None else size(view.num_bytes),
             count(view.num_parameters),
             view.dtype if view.quant == "none" else f"{view.dtype}, {view.quant}",
             f"{duration(time.time() - view.created_at_s)} ago",
@@ -171,8 +214,8 @@ def list_models(
         for view in sorted(views, key=lambda view: (view.base or view.name, view.base or "", view.name))
     ]
     titles = ["NAME", "BASE", "ALIASES", "SIZE", "PARAMETERS", "DTYPE", "DEPLOYED", "SOURCE"]
-    has_adapters = any(view.base is not None for view in views)
-    shown = [at for at, title in enumerate(titles) if has_adapters or title != "BASE"]
+    has_bases = any(view.base is not None for view in views)
+    shown = [at for at, title in enumerate(titles) if has_bases or title != "BASE"]
     print_columns([titles[at] for at in shown], [[row[at] for at in shown] for row in rows])
 
 
@@ -182,16 +225,16 @@ def rm(
     name: ModelName,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     with_adapters: Annotated[
-        bool, typer.Option("--with-adapters", help="Also remove the adapters of the model.")
+        bool, typer.Option("--with-adapters", help="Also remove the adapters and presets of the model.")
     ] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Remove a deployed model or adapter.
+    """Remove a deployed model, adapter or preset.
 
-    Deletes the files that `hearth deploy` made, not the source. A model with adapters is only removed with
-    --with-adapters.
+    Deletes the files that `hearth deploy` made, not the source. A model with adapters or presets is only
+    removed with --with-adapters.
 
     [bold]Examples[/bold]
 
@@ -199,30 +242,31 @@ def rm(
 
       hearth rm qwen-7b --with-adapters
     """
-    if not yes:
-        if not sys.stdin.isatty():
-            raise ConfigError(
-                f"cannot ask whether to remove `{name}`: not a terminal; pass `--yes` to confirm"
-            )
-        typer.confirm(f"Remove {name}{' and its adapters' if with_adapters else ''}?", abort=True)
     client = running(context, url, api_key, data_dir)
-    known = list[ModelView]()
-    if client is None:
-        known = local_models.views(data_dir) if with_adapters else known
-        local_models.remove(data_dir, name, with_adapters=with_adapters)
-    else:
-        with client:
-            known = client.models() if with_adapters else known
+    with client or nullcontext():
+        if not yes:
+            _confirm_removal(client, name, data_dir, with_adapters=with_adapters)
+        known = _models(client, data_dir) if with_adapters else []
+        if client is None:
+            local_models.remove(data_dir, name, with_adapters=with_adapters)
+        else:
             client.remove(name, with_adapters=with_adapters)
     typer.echo(f"removed {', '.join([name, *(view.name for view in known if view.base == name)])}")
 
 
-def _listed(client: Client) -> list[ModelView]:
-    with client:
-        return client.models()
+def _confirm_removal(client: Client | None, name: str, data_dir: Path, *, with_adapters: bool) -> None:
+    with suppress(UnsupportedModel):  # an adapter that does not fit its base
+        _ = local_models.find(data_dir, name) if client is None else client.model(name)
+    if not sys.stdin.isatty():
+        raise ConfigError(f"cannot ask whether to remove `{name}`: not a terminal; pass `--yes` to confirm")
+    typer.confirm(f"Remove {name}{' and its adapters and presets' if with_adapters else ''}?", abort=True)
 
 
-def _absolute(source: str, is_elsewhere: bool) -> str:
+def _models(client: Client | None, data_dir: Path) -> list[ModelView]:
+    return local_models.views(data_dir) if client is None else client.models()
+
+
+def absolute_source(source: str, is_elsewhere: bool) -> str:
     """Return a source with an absolute path: the service has another working directory."""
     if not _is_path(source):
         return source
@@ -231,12 +275,12 @@ def _absolute(source: str, is_elsewhere: bool) -> str:
         return str(path.absolute())
     if is_elsewhere:
         return source
+    if is_hub_name(source):
+        return f"hf:{source}"
     try:
         return str(existing(path).absolute())
     except ModelError as error:
-        if not _HUB_NAME.fullmatch(source):
-            raise
-        raise ModelError(f"{error}; for the Hugging Face Hub use `hf:{source}`") from error
+        raise ModelError(f"{error}; a model of the Hugging Face Hub is `hf:ORG/NAME`") from error
 
 
 def _is_path(source: str) -> bool:

@@ -1,4 +1,4 @@
-"""What other threads post to the step thread. It sleeps on a pipe, because waking it from a lock is slow.
+"""The inbox of the step thread, which sleeps on a pipe: waking it from a lock is slow.
 
 A thread that is woken from a lock starts on an idle core, which in a virtual machine takes 0.2 ms to wake up.
 One that is woken from a read starts on the core of the writer, which is about to sleep itself.
