@@ -137,6 +137,18 @@ def test_paths_are_relative_to_the_modelfile_and_adapters_are_deployed(
     assert "no model named `smol-adapter`" in made.err, "the service of this test registers nothing"
 
 
+def test_a_directory_beside_the_modelfile_is_a_source(
+    hearth: Hearth, data_dir: Path, service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "Modelfile").write_text("FROM ./model\n")
+    service.derived_name = "smol"
+    monkeypatch.chdir(tmp_path)
+    assert hearth("create", "mine", "--url", service.url).code == 0
+    (body,) = [body for body in service.bodies("/hearth/models") if isinstance(body, dict)]
+    assert body["source"] == str(tmp_path / "model")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

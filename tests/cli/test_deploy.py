@@ -14,10 +14,11 @@ from hearth.cli import local_models
 from hearth.cli.deploy import follow
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.deploy import DeployProgress
+from hearth.control.deploy.registry import Registry
 from hearth.control.observe.views import UpstreamView
 from hearth.core.errors import Unreached
 from hearth.store.format.convert import convert
-from tests.cli.fake_service import FakeService
+from tests.cli.fake_service import MODEL, FakeService
 from tests.cli.shell import Hearth
 from tests.store.stored import serving
 
@@ -48,6 +49,30 @@ def test_a_taken_name_is_replaced_only_by_order(
     assert forced.code == 0
     assert forced.out.startswith("deployed tiny: ")
     assert local_models.find(data_dir, "tiny").quant == "int8"
+
+
+def test_to_pull_what_is_deployed_from_the_same_repository_is_a_success(
+    hearth: Hearth, data_dir: Path, tiny: Path
+) -> None:
+    with Registry(DataDir.open(data_dir)) as registry:
+        (deployed,) = registry.all()
+        registry.replace(replace(deployed, source="hf:org/tiny"))
+
+    for source in ("hf:org/tiny", "org/tiny"):
+        again = hearth("pull", source)
+        assert (again.code, again.err) == (0, "")
+        assert again.out == "tiny is already deployed from hf:org/tiny; `--overwrite` deploys it again\n"
+    assert json.loads(hearth("pull", "org/tiny", "--json").out)["source"] == "hf:org/tiny"
+    for words in (["other/tiny"], ["org/tiny@main"], ["org/tiny", "--quant", "int8"], [str(tiny)]):
+        taken = hearth("pull", *words, "--name", "tiny")
+        assert (taken.code, taken.out) == (2, "")
+        assert "a model is deployed as `tiny` already" in taken.err
+
+
+def test_a_service_may_have_it_already(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
+    service.models = [replace(MODEL, source="hf:org/smol")]
+    again = hearth("pull", "org/smol", "--name", "smol", "--url", service.url)
+    assert (again.code, again.out.partition("; ")[0]) == (0, "smol is already deployed from hf:org/smol")
 
 
 def test_list_shows_a_line_per_model(hearth: Hearth, data_dir: Path, tiny: Path) -> None:

@@ -19,7 +19,6 @@ from hearth.cli.console import (
     data_dir_of,
     err,
     existing,
-    is_hub_name,
     is_place,
     log_beside_answer,
     named,
@@ -29,7 +28,7 @@ from hearth.cli.endpoint import running
 from hearth.control.deploy.preset import Preset
 from hearth.control.observe.views import ModelView
 from hearth.core.config import HearthConfig
-from hearth.core.errors import ConfigError, UnknownModel
+from hearth.core.errors import ConfigError
 from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -147,11 +146,13 @@ def answerer_of(
         with _loaded(where, config, options) as answerer:
             yield answerer
         return
+    from hearth.cli.deploy import deployed
+
     named_dir, data_dir = data_dir, data_dir_of(context, data_dir, config)
     client = running(context, url, api_key, data_dir)
     if client is None:
         with named(model):
-            view = _deployed(None, model, data_dir)
+            view = deployed(None, model, data_dir, asks=True)
         preset, adapter = view.preset, None
         if preset is not None:
             view = local_models.base_of(data_dir, view)
@@ -169,21 +170,8 @@ def answerer_of(
                 f"would answer; drop it{instead}, or give the path of the model"
             )
         with named(model):
-            view = _deployed(client, model, data_dir)
+            view = deployed(client, model, data_dir, asks=True)
         yield ServiceAnswerer(client, view)
-
-
-def _deployed(client: Client | None, model: str, data_dir: Path) -> ModelView:
-    """Find a model by its name or repository of the Hub, which may be deployed now. Raises UnknownModel."""
-    try:
-        if not model.startswith("hf:"):
-            return local_models.find(data_dir, model) if client is None else client.model(model)
-    except UnknownModel:
-        if not is_hub_name(model):
-            raise
-    from hearth.cli.deploy import offer
-
-    return offer(client, model, data_dir)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -120,11 +119,6 @@ def is_place(text: str) -> bool:
     if text.startswith((".", "/", "~")) or text.endswith(".gguf") or "://" in text:
         return True
     return "/" in text and Path(text).exists()
-
-
-def is_hub_name(text: str) -> bool:
-    """True for ORG/NAME, which a repository of the Hugging Face Hub may have, as may a deployed model."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text, re.ASCII) is not None
 
 
 def refuse_url(url: str | None, place: str) -> None:

@@ -20,16 +20,13 @@ from hearth.cli.console import (
     DataDirectory,
     Url,
     app,
-    is_hub_name,
-    is_place,
     warn,
 )
-from hearth.cli.deploy import absolute_source, carry_out, deployed_of
+from hearth.cli.deploy import absolute_source, carry_out, deployed
 from hearth.cli.endpoint import running
 from hearth.cli.tab_completion import ModelName
 from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.preset import Preset
-from hearth.control.observe.views import ModelView
 from hearth.core.errors import ConfigError
 
 NewName = Annotated[
@@ -42,7 +39,7 @@ def create(
     context: typer.Context,
     name: NewName,
     file: Annotated[
-        Path, typer.Option("-f", metavar="FILE", help="Modelfile; - reads standard input.")
+        Path, typer.Option("--file", "-f", metavar="FILE", help="Modelfile; - reads standard input.")
     ] = Path("Modelfile"),
     url: Url = None,
     api_key: ApiKey = None,
@@ -63,7 +60,7 @@ def create(
     preset = _preset_of(modelfile)
     client = running(context, url, api_key, data_dir)
     with client or nullcontext():
-        base = _base_of(client, _place(modelfile["FROM"][-1], file.parent), data_dir)
+        base = deployed(client, _place(modelfile["FROM"][-1], file.parent), data_dir, asks=False)
         for adapter in modelfile.get("ADAPTER", []):
             source = absolute_source(_place(adapter, file.parent), is_elsewhere=url is not None)
             order = DeployOrder(source, f"{name}-adapter", overwrite=True, base=base.name)
@@ -100,14 +97,6 @@ def _put(client: Client | None, name: str, base: str, preset: Preset, data_dir: 
         local_models.put_preset(data_dir, name, base, preset)
     else:
         client.put_preset(name, base, preset)
-
-
-def _base_of(client: Client | None, base: str, data_dir: Path) -> ModelView:
-    source = f"hf:{base}" if is_hub_name(base) and not Path(base).exists() else base
-    if not source.startswith("hf:") and not is_place(base):
-        return local_models.find(data_dir, base) if client is None else client.model(base)
-    order = DeployOrder(absolute_source(source, is_elsewhere=False))
-    return deployed_of(client, order.source, data_dir) or carry_out(client, order, data_dir)
 
 
 #: A comment, or an instruction with its value: to the end of the line, or between triple quotes.
@@ -161,7 +150,7 @@ def _preset_of(modelfile: Mapping[str, Sequence[str]]) -> Preset:
 def _place(text: str, folder: Path) -> str:
     """Return a name or source; a path that begins with a dot is relative to the Modelfile."""
     text = _unquoted(text)
-    return str(folder / text) if text.startswith(".") else text
+    return str((folder / text).absolute()) if text.startswith(".") else text
 
 
 def _unquoted(text: str) -> str:

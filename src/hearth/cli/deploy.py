@@ -26,7 +26,7 @@ from hearth.cli.console import (
     app,
     err,
     existing,
-    is_hub_name,
+    is_place,
     print_columns,
     warn,
 )
@@ -36,7 +36,7 @@ from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
 from hearth.cli.tab_completion import ModelName, complete_base
 from hearth.control.observe.views import ModelView
-from hearth.core.errors import ConfigError, ModelError, UnknownModel, Unreached, UnsupportedModel
+from hearth.core.errors import ConfigError, ModelError, NameTaken, UnknownModel, Unreached, UnsupportedModel
 
 if TYPE_CHECKING:
     from hearth.control.deploy.deploy import DeployOrder, DeployProgress
@@ -87,7 +87,8 @@ def deploy(
 
     Downloads the model if needed, converts it to the format that loads by copying, and registers it. A model
     that is already converted, or is in object storage, is registered where it is. An adapter is served by its
-    base; --base is not needed if the adapter names it. With --snapshot the first start is fast already;
+    base; --base is not needed if the adapter names it. What is deployed from the same repository or URL under
+    that name stays as it is. With --snapshot the first start is fast already;
     otherwise a snapshot is made after the first start (see `hearth snapshot`).
 
     [bold]Examples[/bold]
@@ -120,9 +121,17 @@ def deploy(
             base=base,
             labels=tuple(labels or ()),
         )
-        model = carry_out(client, order, data_dir)
+        known = None
+        try:
+            model = carry_out(client, order, data_dir)
+        except NameTaken:
+            if (known := _deployed_already(client, order, data_dir)) is None:
+                raise
+            model = known
     if as_json:
         typer.echo(msgspec.json.encode(model))
+    elif known is not None:
+        typer.echo(f"{model.name} is already deployed from {model.source}; `--overwrite` deploys it again")
     else:
         typer.echo(f"{_summary(model)}, in {time.perf_counter() - started_s:.1f} s")
     if model.warning is not None:
@@ -145,34 +154,54 @@ def _summary(model: ModelView) -> str:
     return f"deployed {model.name}: {of}{size(model.num_bytes)}, {model.dtype}"
 
 
-def deployed_of(client: Client | None, repository: str, data_dir: Path) -> ModelView | None:
-    """Return the model that was deployed from `hf:ORG/NAME`, perhaps with a revision."""
-    named = (view for view in _models(client, data_dir) if view.preset is None)
-    return next((one for one in named if repository in (one.source, one.source.partition("@")[0])), None)
+def _deployed_already(client: Client | None, order: DeployOrder, data_dir: Path) -> ModelView | None:
+    """Return the model of an order that changes nothing. Files at a path may have changed since."""
+    from hearth.control.deploy.deploy import DeployOrder
+    from hearth.control.deploy.sources import PathSource, default_name, parse_source
+
+    source = parse_source(order.source)
+    if isinstance(source, PathSource) or order != DeployOrder(order.source, order.name):
+        return None
+    wanted = (order.name or default_name(source), source.text)
+    return next((one for one in _models(client, data_dir) if (one.name, one.source) == wanted), None)
 
 
-def offer(client: Client | None, source: str, data_dir: Path) -> ModelView:
-    """Return the model that was deployed from a repository; if there is none, ask whether to deploy it.
+def find(client: Client | None, name: str, data_dir: Path) -> ModelView:
+    return local_models.find(data_dir, name) if client is None else client.model(name)
 
-    Raises UnknownModel: not a terminal.
+
+def deployed(client: Client | None, text: str, data_dir: Path, *, asks: bool) -> ModelView:
+    """Return a model by its name or source; one that is not deployed is now, or after a question.
+
+    Raises UnknownModel: there is no such model, or nobody to ask.
     """
     from hearth.control.deploy.deploy import DeployOrder  # as above
+    from hearth.control.deploy.sources import HubSource, parse_source
 
-    wanted = source if source.startswith("hf:") else f"hf:{source}"
-    if (found := deployed_of(client, wanted, data_dir)) is not None:
-        return found
-    if not sys.stdin.isatty():
-        raise UnknownModel(f"`{wanted}` is not deployed; deploy it with `hearth deploy {wanted}`")
-    # Not `typer.confirm`, which would write a space before the answer of the model.
-    if err.input(Text(f"{wanted} is not deployed. Deploy it now? [Y/n] ")).strip().lower() not in (
-        "",
-        "y",
-        "yes",
-    ):
-        raise typer.Abort
-    model = carry_out(client, DeployOrder(wanted), data_dir)
+    try:
+        if not text.startswith("hf:") and not is_place(text):
+            return find(client, text, data_dir)
+    except UnknownModel:
+        if not isinstance(parse_source(text), HubSource):
+            raise
+    source = absolute_source(text, is_elsewhere=False)
+    for view in _models(client, data_dir):
+        if view.preset is None and source in (view.source, view.source.partition("@")[0]):
+            return view
+    if asks:
+        _ask_to_deploy(source)
+    model = carry_out(client, DeployOrder(source), data_dir)
     err.print(Text(_summary(model), style="dim"))
     return model
+
+
+def _ask_to_deploy(source: str) -> None:
+    if not sys.stdin.isatty():
+        raise UnknownModel(f"`{source}` is not deployed; deploy it with `hearth deploy {source}`")
+    # Not `typer.confirm`, which would write a space before the answer of the model.
+    answer = err.input(Text(f"{source} is not deployed. Deploy it now? [Y/n] "))
+    if answer.strip().lower() not in ("", "y", "yes"):
+        raise typer.Abort
 
 
 @app.command("list", rich_help_panel="Models")
@@ -256,7 +285,7 @@ def rm(
 
 def _confirm_removal(client: Client | None, name: str, data_dir: Path, *, with_adapters: bool) -> None:
     with suppress(UnsupportedModel):  # an adapter that does not fit its base
-        _ = local_models.find(data_dir, name) if client is None else client.model(name)
+        find(client, name, data_dir)
     if not sys.stdin.isatty():
         raise ConfigError(f"cannot ask whether to remove `{name}`: not a terminal; pass `--yes` to confirm")
     typer.confirm(f"Remove {name}{' and its adapters and presets' if with_adapters else ''}?", abort=True)
@@ -268,28 +297,23 @@ def _models(client: Client | None, data_dir: Path) -> list[ModelView]:
 
 def absolute_source(source: str, is_elsewhere: bool) -> str:
     """Return a source with an absolute path: the service has another working directory."""
-    if not _is_path(source):
+    from hearth.control.deploy.sources import PathSource, parse_source
+
+    parsed = parse_source(source)
+    if not isinstance(parsed, PathSource):
+        return parsed.text
+    if is_elsewhere and not parsed.path.exists():
         return source
-    path = Path(source).expanduser()
-    if path.exists():
-        return str(path.absolute())
-    if is_elsewhere:
-        return source
-    if is_hub_name(source):
-        return f"hf:{source}"
     try:
-        return str(existing(path).absolute())
+        existing(Path(source).expanduser())
     except ModelError as error:
         raise ModelError(f"{error}; a model of the Hugging Face Hub is `hf:ORG/NAME`") from error
-
-
-def _is_path(source: str) -> bool:
-    return not source.startswith("hf:") and "://" not in source
+    return parsed.text
 
 
 def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelView:
     model = None
-    name = Path(source).name if _is_path(source) else source
+    name = source if source.startswith("hf:") or "://" in source else Path(source).name
     with bar(f"deploying {name}", _count_bytes(source)) as advance:
         for event in events:
             if isinstance(event, ModelView):
