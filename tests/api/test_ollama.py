@@ -349,7 +349,7 @@ def test_create_makes_a_preset_that_show_tells(gateway: FakeGateway) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"template": "{{ .System }}"}, "written for Go"),
+        ({"template": "{{ .System }}"}, "not Go as Ollama's"),
         ({"template": "{% if %}"}, "does not compile"),
         ({"adapters": {"a": "sha256:0"}}, "deploy the model or adapter first"),
         ({"parameters": {"temperature": -1}}, "temperature"),

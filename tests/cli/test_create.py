@@ -168,7 +168,7 @@ def test_a_wrong_modelfile_is_refused(text: str, message: str) -> None:
         ("PARAMETER temperature warm", "`PARAMETER temperature`"),
         ("PARAMETER temperature -1", "`PARAMETER temperature`"),
         ("PARAMETER mirostat 2", "mirostat"),
-        ('TEMPLATE """{{ .Prompt }}"""', "written for Go"),
+        ('TEMPLATE """{{ .Prompt }}"""', "not Go as Ollama's"),
     ],
 )
 def test_what_a_preset_cannot_keep_is_one_line(

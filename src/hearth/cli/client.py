@@ -194,11 +194,11 @@ class Client:
                     return
                 yield DeployProgress(event.phase, event.done_bytes, event.total_bytes)
 
-    def put_preset(self, name: str, base: str, preset: Preset) -> ModelView:
+    def put_preset(self, name: str, base: str, preset: Preset) -> None:
         path = f"/hearth/models/{_segment(base)}/presets"
         body = {"name": name, **{key: value for key, value in asdict(preset).items() if value is not None}}
-        with self._answered("POST", path, body) as response:
-            return self._decoded(response.read(), ModelView)
+        with self._answered("POST", path, body):
+            pass
 
     def make_snapshot(self, name: str) -> Iterator[SnapshotEvent | SnapshotView]:
         """Yield progress, and last the snapshot. Closing the generator early stops nothing."""

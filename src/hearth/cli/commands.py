@@ -17,7 +17,7 @@ from rich.text import Text
 
 from hearth.cli.console import app, err
 from hearth.cli.familiar import answer_to, translated
-from hearth.cli.help import command_of, flags_by_command
+from hearth.cli.help import command_of
 from hearth.core.errors import ConfigError, HearthError, ModelError, RequestError, Unreached
 from hearth.core.version import hearth_version
 from hearth.node.template_process import TemplateProcess
@@ -66,10 +66,9 @@ def run_command(argv: Sequence[str] | None, template: TemplateProcess | None) ->
     words = translated(_words() if argv is None else argv)
     app = _app_for(words) if argv is None else whole_app()
     try:
-        command = command_of(app)
-        if (answer := answer_to(words, flags_by_command(command))) is not None:
+        if (answer := answer_to(words)) is not None:
             raise ConfigError(answer)
-        command(words, prog_name="hearth", obj=template)
+        command_of(app)(words, prog_name="hearth", obj=template)
     except HearthError as error:
         _complain(str(error))
         sys.exit(_code(error))

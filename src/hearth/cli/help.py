@@ -21,18 +21,6 @@ def command_of(app: typer.Typer) -> TyperCommand | TyperGroup:
     return command
 
 
-def flags_by_command(group: TyperCommand | TyperGroup) -> dict[str, set[str]]:
-    commands = group.commands if isinstance(group, TyperGroup) else {}
-    return {name: _flags_of(command) for name, command in commands.items()}
-
-
-def _flags_of(command: object) -> set[str]:
-    assert isinstance(command, TyperCommand | TyperGroup), f"Typer made another: {type(command)}"
-    flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
-    children = command.commands.values() if isinstance(command, TyperGroup) else ()
-    return flags.union(*map(_flags_of, children))
-
-
 def _tidy(command: TyperCommand | TyperGroup) -> None:
     command.help = _filled(command.help or "")
     context = typer.Context(command, help_option_names=HELP_FLAGS)

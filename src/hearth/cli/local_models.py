@@ -107,11 +107,10 @@ def deploy(order: DeployOrder, data_dir: Path) -> Iterator[DeployProgress | Mode
                 yield event
 
 
-def put_preset(data_dir: Path, name: str, base: str, preset: Preset) -> ModelView:
+def put_preset(data_dir: Path, name: str, base: str, preset: Preset) -> None:
     base = find(data_dir, base).name
     with Registry(DataDir.open(data_dir)) as registry:
         registry.put_preset(name, base, preset, time.time())
-    return find(data_dir, name)
 
 
 def _catalog(registry: Registry) -> Catalog:

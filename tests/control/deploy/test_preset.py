@@ -45,8 +45,8 @@ def test_a_preset_over_another_keeps_what_it_does_not_set() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ .System }} {{ .Prompt }}", "written for Go"),
-        ("{{- if .System }}{{ .System }}{{ end }}", "written for Go"),
+        ("{{ .System }} {{ .Prompt }}", "not Go as Ollama's"),
+        ("{{- if .System }}{{ .System }}{{ end }}", "not Go as Ollama's"),
         ("{% for %}", "does not compile"),
     ],
 )

@@ -33,7 +33,6 @@ from hearth.api.ollama.store import (
     NamedModelBody,
     PullBody,
     hub_source,
-    no_pull,
     pulling,
 )
 from hearth.api.openai.completion import CompletionBody
@@ -146,10 +145,9 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
     @routes.post("/api/pull", summary="Deploy a model of the Hugging Face Hub", responses=_STREAM_OR_JSON)
     async def pull(body: PullBody, request: Request) -> Response:
         """A deployed model is not downloaded again. Others need the role `admin`: `hf.co/ORG/NAME`."""
-        caller = caller_of(request)
+        caller, source = caller_of(request), None
         try:
             gateway.deployments.model(body.meant, caller)
-            events = no_pull()
         except UnknownModel:
             source = hub_source(body.meant)
             if not caller.has_role("admin"):
@@ -157,8 +155,7 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
                     f"`{body.meant:.80}` is not deployed, and to deploy `{source:.80}` needs a key with the "
                     "role `admin`"
                 ) from None
-            events = pulling(gateway, body.meant)
-        is_whole = body.stream is False
+        events, is_whole = pulling(gateway, body.meant, source), body.stream is False
         return ProgressResponse(events, heartbeat_s, result=None, is_whole=is_whole, has_lines=True)
 
     @routes.post(COPY_PATH, summary="Give a deployed model another name, too")

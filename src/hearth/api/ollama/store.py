@@ -74,20 +74,16 @@ def hub_source(name: str) -> str:
     return f"hf:{match[1]}"
 
 
-async def no_pull() -> AsyncGenerator[dict[str, object], None]:
-    """Yield what Ollama does for a model that is there already."""
-    yield {"status": "pulling manifest"}
-    yield {"status": "success"}
-
-
-async def pulling(gateway: Gateway, name: str) -> AsyncGenerator[dict[str, object], None]:
-    """Deploy a model of the Hub under the name that it is pulled by. Closing the generator cancels."""
-    source = hub_source(name)
-    deployed = None if name.startswith("hf:") else name.removesuffix(LATEST)
-    async with aclosing(gateway.deploy(DeployOrder(source, deployed))) as events:
-        async for event in events:
-            if event["event"] == "progress":
-                yield _progress(source, event)
+async def pulling(gateway: Gateway, name: str, source: str | None) -> AsyncGenerator[dict[str, object], None]:
+    """Deploy a model of the Hub under the name that it is pulled by; `source` None: it is there already."""
+    if source is None:
+        yield {"status": "pulling manifest"}
+    else:
+        deployed = None if name.startswith("hf:") else name.removesuffix(LATEST)
+        async with aclosing(gateway.deploy(DeployOrder(source, deployed))) as events:
+            async for event in events:
+                if event["event"] == "progress":
+                    yield _progress(source, event)
     yield {"status": "success"}
 
 

@@ -12,9 +12,6 @@ from hearth.control.deploy.sources import parse_source
 from hearth.core.config import ModelConfig
 from hearth.core.errors import HearthError, RequestError, UnsupportedModel
 
-#: Progress is logged each time it has grown by this share.
-LOGGED_SHARE = 0.1
-
 log = logging.getLogger(__name__)
 
 
@@ -53,19 +50,18 @@ class DeclaredModels:
                 del self._deployments.pending[name]
 
     async def _deploy(self, name: str, source: str) -> None:
-        phase, logged_share = "", 0.0
+        logged = ""
         order = DeployOrder(source, name, overwrite=True)
         async with aclosing(self._deployments.deploy(order)) as events:
             async for event in events:
                 if not isinstance(event, DeployProgress):
                     continue
                 share = event.done_bytes / event.total_bytes if event.total_bytes else 0.0
-                self._deployments.pending[name] = (
-                    f"it is being deployed: {event.phase}, {share:.0%}; ask again later"
-                )
-                if event.phase != phase or share >= logged_share + LOGGED_SHARE:
-                    phase, logged_share = event.phase, share
-                    log.info("model_deploying model=%s phase=%s done=%.0f%%", name, phase, 100 * share)
+                state = f"{event.phase}, {share:.0%}"
+                self._deployments.pending[name] = f"it is being deployed: {state}; ask again later"
+                if (tenth := f"{event.phase} {share:.1f}") != logged:
+                    logged = tenth
+                    log.info("model_deploying model=%s phase=%s done=%.0f%%", name, event.phase, 100 * share)
 
     def _is_there(self, name: str, source: str) -> bool:
         try:

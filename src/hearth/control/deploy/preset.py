@@ -7,26 +7,19 @@ system prompt, the chat template.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from hearth.core.errors import RequestError
 from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from hearth.text.chat_template import Message
 
-#: A field, like `{{ .Prompt }}` or `{{- if .System }}`, which Jinja has not.
-_OF_GO = re.compile(r"\{\{-?[^}]*(?<![\w\])])\.[A-Z]")
-#: All presets are in memory.
-MAX_SYSTEM_CHARS = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Defaults of requests; None: there is none. Raises RequestError."""
+    """Defaults of requests; None: there is none. Raises BadSampling."""
 
     system: str | None = None
     template: str | None = None  #: in Jinja, like a `chat_template.jinja`
@@ -42,10 +35,6 @@ class Preset:
     stop: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.system is not None and len(self.system) > MAX_SYSTEM_CHARS:
-            raise RequestError(
-                f"the system prompt of a preset has {len(self.system)} characters, limit: {MAX_SYSTEM_CHARS}"
-            )
         self.params(SamplingParams())
 
     @property
@@ -59,17 +48,11 @@ class Preset:
         return replace(usual, **own | asked)
 
     def check(self) -> None:
-        """Compile the template. Raises RequestError, BadTokenizer."""
+        """Compile the template. Raises BadTokenizer."""
         from hearth.text.chat_template import DEFAULT, ChatTemplate  # not for commands that only list
 
-        if self.template is None:
-            return
-        if _OF_GO.search(self.template):
-            raise RequestError(
-                "the template of the preset is written for Go, as Ollama's are, and not in Jinja, as those "
-                "of the Hugging Face Hub; leave it out to use that of the model"
-            )
-        ChatTemplate({DEFAULT: self.template}, {}, "the preset").check()
+        if self.template is not None:
+            ChatTemplate({DEFAULT: self.template}, {}, "the preset (Jinja, and not Go as Ollama's)").check()
 
     def over(self, base: Preset) -> Preset:
         """Return the preset of the same effect for the base of `base`."""
