@@ -99,7 +99,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         def __exit__(self, *exception: object) -> None:
             calls.is_closed = True
 
-        def chat_prompt(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        def chat_prompt(
+            self, messages: Sequence[Mapping[str, object]], template: str | None = None
+        ) -> list[int]:
+            assert template is None
             return [len(messages), len(str(messages[0]["content"]))]
 
         def stream(
@@ -163,6 +166,11 @@ def test_a_command_without_arguments_shows_its_commands(hearth: Hearth) -> None:
     listed = re.findall(r"^[│|] (\w+) ", shown.out, re.MULTILINE)
     assert sorted(listed) == sorted(name for name, command in COMMANDS.items() if not command.hidden)
     assert "Exit codes: 0 success" in shown.out
+
+
+def test_every_command_has_one_line_in_the_help(hearth: Hearth) -> None:
+    lines = hearth("--help").out.partition(" Options ")[2].partition("╰")[2].splitlines()
+    assert [line for line in lines if line.startswith("│  ")] == []
 
 
 def _words_of_commands(group: TyperGroup, *before: str) -> Iterator[tuple[str, ...]]:

@@ -27,6 +27,7 @@ from typer.main import get_command
 from hearth import cli
 from hearth.api.app import ApiLimits, create_app
 from hearth.cli.commands import whole_app
+from hearth.cli.familiar import translated
 from hearth.cli.snapshot import MakingGroup
 from hearth.core.config import HearthConfig, ModelConfig, load
 from hearth.core.errors import HearthError
@@ -180,7 +181,7 @@ def command_line() -> object:
 
 def check_parses(command: Command) -> None:
     """Have the real command read the words of one to copy, and know the options of one that is only named."""
-    called, words = command_line(), command.words
+    called, words = command_line(), translated(command.words)
     while isinstance(called, TyperGroup) and words and not words[0].startswith("-"):
         words = called.resolve_words(words) if isinstance(called, MakingGroup) else words
         assert words[0] in called.commands, f"no such command: hearth {shlex.join(command.words)}"
@@ -189,7 +190,8 @@ def check_parses(command: Command) -> None:
         with suppress(HearthError):  # of a file that is not here: the words are fine
             called.make_context("hearth", [*words])
         return
-    known = {flag for parameter in called.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    flags = {flag for parameter in called.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    known = flags | {"-h", "--help"}
     unknown = [word for word in words if re.match("--?[a-z]", word) and word.partition("=")[0] not in known]
     assert not unknown, f"no such option: hearth {shlex.join(command.words)}"
 

@@ -148,9 +148,10 @@ class LLM:
     def has_chat_template(self) -> bool:
         return self._tokenizer is not None and self._tokenizer.has_chat_template
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation, rendered by the model's chat template."""
-        return self._text().chat_prompt(messages)
+    def chat_prompt(self, messages: Sequence[Message], template: str | None = None) -> list[int]:
+        """Return the token ids of a conversation, rendered by a chat template; None: the model's."""
+        tokenizer = self._text()
+        return (tokenizer if template is None else tokenizer.with_template(template)).chat_prompt(messages)
 
     def generate(
         self,

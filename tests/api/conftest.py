@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from tokenizers import AddedToken
 
@@ -56,6 +60,31 @@ def app_of(
 ) -> FastAPI:
     limits = ApiLimits(max_body_bytes, heartbeat_s, response_store_bytes, allowed_origins)
     return create_app(gateway, limits)  # type: ignore[arg-type] # it plays one
+
+
+@contextmanager
+def serving(config: uvicorn.Config) -> Iterator[tuple[str, int]]:
+    """Yield the address of a real server."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@contextmanager
+def served_app(gateway: FakeGateway) -> Iterator[str]:
+    """Yield the URL of an application on a real server."""
+    config = uvicorn.Config(
+        app_of(gateway), http="httptools", lifespan="off", log_config=None, access_log=False
+    )
+    with serving(config) as (host, port):
+        yield f"http://{host}:{port}"
 
 
 class CurrentGateway:

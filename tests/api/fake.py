@@ -12,6 +12,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+from hearth.control.deploy.deploy import DeployOrder
+from hearth.control.deploy.preset import DeployedPreset, Preset
 from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys
@@ -76,6 +78,11 @@ class FakeKeys:
         return callers.get(key)
 
 
+@dataclass(frozen=True, slots=True)
+class FakeEntry:
+    preset: DeployedPreset | None
+
+
 @dataclass
 class FakeGateway:
     """Mutable; used on one event loop. `script` plays one stream: it puts what arrives there."""
@@ -101,6 +108,7 @@ class FakeGateway:
     now_s: float = 0.0  #: by the clock of limits
     adapters: list[ModelView] = field(default_factory=list)
     ended: list[ExchangeRecord] = field(default_factory=list)  #: HTTP exchanges
+    presets: dict[str, Preset] = field(default_factory=dict)  #: by name
 
     def __post_init__(self) -> None:
         metrics = Metrics()
@@ -180,9 +188,20 @@ class FakeGateway:
             raise UnknownModel(f"no model named `{name}`; deploy it")
         if adapter is not None:
             return adapter
+        if name in self.presets:
+            return replace(MODEL, name=name, base="tiny", preset=self.presets[name])
         if name not in ("tiny", "small"):
             raise UnknownModel(f"no model named `{name}`, there are: `tiny`; deploy it")
         return MODEL
+
+    def find_for(self, name: str, caller: Caller) -> FakeEntry:
+        preset = self.presets.get(name)
+        return FakeEntry(None if preset is None else DeployedPreset(name, "tiny", preset, 1.0))
+
+    async def put_preset(self, name: str, base: str, preset: Preset) -> ModelView:
+        preset.check()
+        self.presets[name] = preset
+        return replace(MODEL, name=name, base=self.model(base).name, preset=preset)
 
     def may_use(self, model: str, caller: Caller) -> bool:
         return caller.terms.models is None or model in caller.terms.models
@@ -197,26 +216,17 @@ class FakeGateway:
         self.model(name)
         return self.tokenizer_
 
-    async def deploy(
-        self,
-        source: str,
-        name: str | None,
-        dtype: str,
-        quant: str,
-        overwrite: bool,
-        base: str | None = None,
-        *,
-        labels: Sequence[str] = (),
-        is_adapter: bool = False,
-    ) -> AsyncIterator[dict[str, object]]:
-        if name in {"tiny", *(one.name for one in self.adapters)} and not overwrite:
-            raise NameTaken(f"`{name}` is taken; use another name")
+    async def deploy(self, order: DeployOrder) -> AsyncIterator[dict[str, object]]:
+        if order.name in {"tiny", *(one.name for one in self.adapters)} and not order.overwrite:
+            raise NameTaken(f"`{order.name}` is taken; use another name")
         yield {"event": "progress", "phase": "converting", "done_bytes": 1, "total_bytes": 2}
         if self.deploy_failure is not None:
             raise self.deploy_failure
-        of = ("" if base is None else f" of {base}") + (" as adapter" if is_adapter else "")
-        of += "".join(f" on {label}" for label in labels)
-        self.done.append(f"deploy {source} {name} {dtype} {quant} {overwrite}{of}")
+        of = ("" if order.base is None else f" of {order.base}") + (" as adapter" if order.is_adapter else "")
+        of += "".join(f" on {label}" for label in order.labels)
+        self.done.append(
+            f"deploy {order.source} {order.name} {order.dtype} {order.quant} {order.overwrite}{of}"
+        )
         yield {"event": "done", "model": MODEL}
 
     async def remove(self, name: str, *, with_adapters: bool = False) -> None:

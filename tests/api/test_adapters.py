@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hearth.control.deploy.preset import Preset
+from hearth.control.deploy.sources import HubSource, PathSource, parse_source
 from hearth.core.errors import BadCheckpoint, HasAdapters, HearthError, RequestError, SourceMissing, StoreFull
 from tests.api.conftest import request
 from tests.api.fake import MODEL, FakeGateway, FakeKeys
@@ -48,18 +50,8 @@ def test_a_model_is_removed_with_its_adapters_only_if_that_is_said(
     assert gateway.done == [done]
 
 
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("/loras/shop", "/loras/shop"),
-        ("org/shop-lora", "hf:org/shop-lora"),
-        ("hf:org/shop", "hf:org/shop"),
-        ("s3://bucket/shop", "s3://bucket/shop"),
-    ],
-)
-def test_adapters_are_loaded_and_unloaded_in_the_words_of_vllm(
-    gateway: FakeGateway, path: str, source: str
-) -> None:
+@pytest.mark.parametrize("path", ["/loras/shop", "org/shop-lora", "hf:org/shop", "s3://bucket/shop"])
+def test_adapters_are_loaded_and_unloaded_in_the_words_of_vllm(gateway: FakeGateway, path: str) -> None:
     body = {"lora_name": "shop", "lora_path": path, "base_model_name": "tiny"}
     loaded = request(gateway, "POST", LOAD, body)
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'shop' added successfully.")
@@ -69,16 +61,26 @@ def test_adapters_are_loaded_and_unloaded_in_the_words_of_vllm(
         200,
         "Success: LoRA adapter 'shop' removed successfully.",
     )
-    assert gateway.done == [f"deploy {source} shop auto none False of tiny as adapter", "remove shop"]
+    assert gateway.done == [f"deploy {path} shop auto none False of tiny as adapter", "remove shop"]
 
 
 def test_a_directory_comes_before_a_repository_of_that_name(
     gateway: FakeGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert parse_source("org/shop") == HubSource("org/shop", None)
     (tmp_path / "org" / "shop").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    assert parse_source("org/shop") == PathSource(tmp_path / "org" / "shop")
     request(gateway, "POST", LOAD, {"lora_name": "shop", "lora_path": "org/shop", "load_inplace": True})
     assert gateway.done == ["deploy org/shop shop auto none True as adapter"]
+
+
+def test_a_preset_is_no_adapter_to_unload(gateway: FakeGateway) -> None:
+    gateway.adapters = [replace(ADAPTER, name="pirate", base="tiny", preset=Preset(system="Arr."))]
+    refused = request(gateway, "POST", UNLOAD, {"lora_name": "pirate"})
+    assert refused.status_code == 404
+    assert "that is a preset; remove it with `hearth rm`" in refused.json()["error"]["message"]
+    assert gateway.done == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from hearth.api.answer import MANY_BYTES
 from hearth.api.ollama.models import show_object
+from hearth.control.deploy.preset import Preset
 from hearth.control.observe.views import Explanation, ProcessView, ResidentView, TimelineSpan, WorkerView
 from hearth.control.requests.caller import Caller
 from hearth.control.requests.generation import AnswerStream, ChatPrompt
@@ -260,20 +261,11 @@ def test_nothing_to_embed_is_answered_with_no_embeddings_as_ollama_does(gateway:
     assert request(gateway, "POST", "/api/embed", {"model": "none", "input": []}).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "instead"),
-    [
-        ("POST", "/api/create", "hearth deploy"),
-        ("POST", "/api/push", "hearth convert"),
-    ],
-)
-def test_what_would_change_the_store_is_refused_with_what_to_do(
-    gateway: FakeGateway, method: str, path: str, instead: str
-) -> None:
-    response = request(gateway, method, path, {"model": "tiny"})
+def test_push_is_refused_with_what_to_do(gateway: FakeGateway) -> None:
+    response = request(gateway, "POST", "/api/push", {"model": "tiny"})
 
     assert response.status_code == 403
-    assert instead in response.json()["error"]
+    assert "hearth convert" in response.json()["error"]
 
 
 def pull(gateway: FakeGateway, model: str, **fields: object) -> httpx.Response:
@@ -330,13 +322,47 @@ def test_a_model_is_copied_and_deleted_by_an_admin(gateway: FakeGateway) -> None
     deleted = request(gateway, "DELETE", "/api/delete", {"name": "small"})
 
     assert (copied.status_code, copied.content, deleted.status_code, deleted.content) == (200, b"", 200, b"")
-    assert gateway.done == ["deploy /data/tiny mine auto none False", "remove tiny"]
+    assert (gateway.presets, gateway.done) == ({"mine": Preset()}, ["remove tiny"])
     assert request(gateway, "POST", "/api/copy", names | {"source": "none"}).status_code == 404
     assert request(gateway, "DELETE", "/api/delete", {"model": "none"}).status_code == 404
     gateway.keys = FakeKeys()
     headers = {"authorization": "Bearer user-key"}
     assert request(gateway, "POST", "/api/copy", names, headers=headers).status_code == 403
     assert request(gateway, "DELETE", "/api/delete", {"model": "tiny"}, headers=headers).status_code == 403
+
+
+def test_create_makes_a_preset_that_show_tells(gateway: FakeGateway) -> None:
+    options = {"temperature": 0.2, "num_predict": 64, "stop": ["\n"]}
+    body = {"model": "pirate", "from": "tiny", "system": "Arr.", "parameters": options, "stream": False}
+    assert request(gateway, "POST", "/api/create", body).json() == {"status": "success"}
+    preset = Preset(system="Arr.", temperature=0.2, max_tokens=64, stop=("\n",))
+    assert gateway.presets == {"pirate": preset}
+
+    shown = show_object(replace(MODEL, name="pirate", base="tiny", preset=preset), None)
+    assert shown["system"] == "Arr."
+    assert shown["modelfile"] == (
+        "# deployed with Hearth\nFROM tiny\nPARAMETER temperature 0.2\nPARAMETER num_predict 64\n"
+        'PARAMETER stop "\\n"\nSYSTEM """Arr."""\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"template": "{{ .System }}"}, "not Go as Ollama's"),
+        ({"template": "{% if %}"}, "does not compile"),
+        ({"adapters": {"a": "sha256:0"}}, "deploy the model or adapter first"),
+        ({"parameters": {"temperature": -1}}, "temperature"),
+        ({"parameters": {"mirostat": 1}}, "mirostat"),
+    ],
+)
+def test_what_create_cannot_keep_is_refused(
+    gateway: FakeGateway, fields: dict[str, object], message: str
+) -> None:
+    refused = request(gateway, "POST", "/api/create", {"model": "pirate", "from": "tiny"} | fields)
+    assert refused.status_code in (400, 422)
+    assert message in refused.json()["error"]
+    assert gateway.presets == {}
 
 
 def test_clients_find_it_without_a_key(gateway: FakeGateway) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import threading
 from collections.abc import Iterator
 
 import openai
 import pytest
-import uvicorn
 
 from hearth.core.errors import NoCapacity, Overloaded
 from hearth.text.tokenizer import Tokenizer
-from tests.api.conftest import app_of
+from tests.api.conftest import served_app
 from tests.api.fake import FakeGateway, FakeKeys, tokens_of, with_logprobs
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -26,21 +23,11 @@ def gateway(tokenizers: dict[str, Tokenizer]) -> FakeGateway:
 
 @pytest.fixture
 def client(gateway: FakeGateway) -> Iterator[openai.OpenAI]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        app_of(gateway), http="httptools", lifespan="off", log_config=None, access_log=False
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    try:
-        with openai.OpenAI(api_key="user-key", base_url=url, max_retries=0) as client:
-            yield client
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
+    with (
+        served_app(gateway) as url,
+        openai.OpenAI(api_key="user-key", base_url=f"{url}/v1", max_retries=0) as client,
+    ):
+        yield client
 
 
 HI: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-import uvicorn
 
 from hearth.api import protocol
 from hearth.api.connections import ConnectionLimits, Connections
 from hearth.api.guard import OPEN_PATHS
 from hearth.api.protocol import MAX_HEAD_BYTES, LimitedConfig, LimitedProtocol
-from tests.api.conftest import app_of
+from tests.api.conftest import app_of, serving
 from tests.api.fake import FakeGateway, FakeKeys, tokens_of
 
 pytestmark = pytest.mark.slow
@@ -43,18 +42,10 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def served(gateway: FakeGateway, limits: ConnectionLimits) -> Iterator[tuple[str, int]]:
     """Yield the address of a server with that many connections."""
-    listener = socket.create_server(("127.0.0.1", 0))
     app = app_of(gateway, heartbeat_s=HEARTBEAT_S, allowed_origins=("https://chat.example",))
     config = LimitedConfig(app, Connections(limits), 1, gateway.exchange_ended)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    thread.start()
-    try:
-        yield listener.getsockname()
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
+    with serving(config) as address:
+        yield address
 
 
 def connect(address: tuple[str, int]) -> socket.socket:

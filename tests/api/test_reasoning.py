@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import anthropic
 import httpx
-import httpx2
 import ollama
 import openai
 import pytest
@@ -19,7 +18,7 @@ import pytest
 from hearth.control.requests.generation import AnswerStream, ChatPrompt
 from hearth.core.types import FinishReason, GuideSpec, ThinkingSpec
 from hearth.text.tokenizer import Tokenizer
-from tests.api.conftest import app_of, chat, events, request
+from tests.api.conftest import app_of, chat, events, request, served_app
 from tests.api.fake import FakeGateway, tokens_of, with_logprobs
 from tests.text.reasoning_templates import DEEPSEEK, QWEN
 from tests.text.test_reasoning import made
@@ -309,37 +308,31 @@ def test_a_response_cut_in_its_thinking_is_incomplete(qwen: Tokenizer) -> None:
 
 def test_anthropics_client_reads_blocks_of_thinking(qwen: Tokenizer) -> None:
     gateway = gateway_of(qwen)
-
-    async def ask() -> None:
-        transport = httpx2.ASGITransport(app_of(gateway))
-        http = httpx2.AsyncClient(transport=transport)
-        client = anthropic.AsyncAnthropic(base_url="http://localhost", api_key="none", http_client=http)
-        whole = await client.messages.create(
+    with served_app(gateway) as url, anthropic.Anthropic(base_url=url, api_key="none") as client:
+        whole = client.messages.create(
             model="tiny",
             max_tokens=2048,
             messages=HI,  # type: ignore[arg-type] # plain
             thinking={"type": "enabled", "budget_tokens": 1024},
         )
         guide = guide_of(gateway)
-        assert guide is not None
-        assert guide.thinking is not None
-        assert guide.thinking.budget_tokens == 1024
-        async with client.messages.stream(model="tiny", max_tokens=9, messages=HI) as stream:  # type: ignore[arg-type] # plain
-            kinds = [event.type async for event in stream]
-            streamed = await stream.get_final_message()
-        for message in (whole, streamed):
-            thinking, text = message.content
-            assert thinking.type == "thinking"
-            assert (thinking.thinking, thinking.signature) == (THOUGHT, "unsigned")
-            assert text.type == "text"
-            assert text.text == ANSWER
-        assert kinds.index("thinking") < kinds.index("signature") < kinds.index("text")
+        with client.messages.stream(model="tiny", max_tokens=9, messages=HI) as stream:  # type: ignore[arg-type] # plain
+            kinds = [event.type for event in stream]
+            streamed = stream.get_final_message()
         history = [*HI, {"role": "assistant", "content": [one.model_dump() for one in whole.content]}, *HI]
-        await client.messages.create(model="tiny", max_tokens=9, messages=history)  # type: ignore[arg-type] # plain
-        assert f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}" in prompt_text(gateway)
-        await client.close()
+        client.messages.create(model="tiny", max_tokens=9, messages=history)  # type: ignore[arg-type] # plain
 
-    asyncio.run(ask())
+    assert guide is not None
+    assert guide.thinking is not None
+    assert guide.thinking.budget_tokens == 1024
+    for message in (whole, streamed):
+        thinking, text = message.content
+        assert thinking.type == "thinking"
+        assert (thinking.thinking, thinking.signature) == (THOUGHT, "unsigned")
+        assert text.type == "text"
+        assert text.text == ANSWER
+    assert kinds.index("thinking") < kinds.index("signature") < kinds.index("text")
+    assert f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}" in prompt_text(gateway)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ class FakeService:
     models: list[ModelView] = field(default_factory=lambda: [MODEL])
     answer: list[str] = field(default_factory=lambda: ["The sky", " is blue.", "\u2028Really."])
     reasoning: tuple[str, ...] = ()  #: of a chat, before its answer
+    derived_name: str = "derived"  #: of models that are deployed without a name
     breaks_after: int | None = None  #: pieces of an answer
     status: str = "ok"
     unloaded: UnloadView = field(default_factory=lambda: UnloadView("smol", False, True, 0, 638 << 20, 0))
@@ -215,6 +216,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.service.models.remove(model)
         if rest == ["unload"]:
             return self._send(200, self.service.unloaded)
+        if rest == ["presets"]:
+            return self._send(200, model)
         if rest == ["snapshot"]:
             return self._make_snapshot()
         self._send(200, model if method == "GET" else {})
@@ -222,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _deploy(self, body: dict[str, object]) -> None:
         if body["name"] == "smol":
             return self._fail(409, "name_taken", "a model is deployed as `smol` already")
-        done = replace(MODEL, name=str(body["name"] or "derived"), source=str(body["source"]))
+        done = replace(MODEL, name=str(body["name"] or self.service.derived_name), source=str(body["source"]))
         events: list[object] = [
             {"event": "progress", "phase": "converting", "done_bytes": 1, "total_bytes": 2},
             {"error": {"message": "no room", "code": "store_full"}}

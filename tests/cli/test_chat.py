@@ -106,6 +106,13 @@ def test_exit_ends_before_the_pipe_does(talk: Talk, service: FakeService) -> Non
     assert len(messages(service)) == 1
 
 
+def test_help_shows_the_commands_of_a_talk(talk: Talk, service: FakeService) -> None:
+    shown = talk("/help", "/?", "/bye", is_terminal=True)
+    assert " ".join(shown.err.split()).count("/clear starts over") == 3
+    assert "unknown command" not in shown.err
+    assert messages(service) == []
+
+
 def test_an_error_ends_a_pipe_with_its_exit_code(talk: Talk, service: FakeService) -> None:
     service.models = []
     shown = talk("one")

@@ -9,7 +9,7 @@ import pytest
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
 from hearth.cli.client import Client, _error_of
-from hearth.control.deploy.deploy import DeployProgress
+from hearth.control.deploy.deploy import DeployOrder, DeployProgress
 from hearth.control.observe.views import ModelView
 from hearth.core.errors import (
     ConfigError,
@@ -51,9 +51,9 @@ def test_errors_come_back_as_what_they_were(service: FakeService) -> None:
         with pytest.raises(UnknownRequest):
             client.explain("r2")
         with pytest.raises(NameTaken):
-            list(client.deploy("x", "smol", "auto", "none", False))
+            list(client.deploy(DeployOrder("x", "smol")))
         with pytest.raises(StoreFull, match="no room"):
-            list(client.deploy("x", "large", "auto", "none", False))
+            list(client.deploy(DeployOrder("x", "large")))
 
 
 def test_a_key_is_sent_and_its_lack_told(service: FakeService) -> None:
@@ -105,7 +105,7 @@ def test_an_answer_that_breaks_off_is_no_answer(service: FakeService) -> None:
 
 def test_a_deployment_tells_its_progress_and_ends_with_the_model(service: FakeService) -> None:
     with Client(service.url, None) as client:
-        progress, model = client.deploy("/m", "new", "auto", "int8", False, labels=["zone=a"])
+        progress, model = client.deploy(DeployOrder("/m", "new", quant="int8", labels=("zone=a",)))
     assert progress == DeployProgress("converting", 1, 2)
     assert isinstance(model, ModelView)
     assert model.name == "new"

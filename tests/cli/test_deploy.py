@@ -12,11 +12,13 @@ from rich.console import Console
 
 from hearth.cli import local_models
 from hearth.cli.deploy import follow
+from hearth.control.datadir import DataDir
 from hearth.control.deploy.deploy import DeployProgress
+from hearth.control.deploy.registry import Registry
 from hearth.control.observe.views import UpstreamView
 from hearth.core.errors import Unreached
 from hearth.store.format.convert import convert
-from tests.cli.fake_service import FakeService
+from tests.cli.fake_service import MODEL, FakeService
 from tests.cli.shell import Hearth
 from tests.store.stored import serving
 
@@ -49,6 +51,30 @@ def test_a_taken_name_is_replaced_only_by_order(
     assert local_models.find(data_dir, "tiny").quant == "int8"
 
 
+def test_to_pull_what_is_deployed_from_the_same_repository_is_a_success(
+    hearth: Hearth, data_dir: Path, tiny: Path
+) -> None:
+    with Registry(DataDir.open(data_dir)) as registry:
+        (deployed,) = registry.all()
+        registry.replace(replace(deployed, source="hf:org/tiny"))
+
+    for source in ("hf:org/tiny", "org/tiny"):
+        again = hearth("pull", source)
+        assert (again.code, again.err) == (0, "")
+        assert again.out == "tiny is already deployed from hf:org/tiny; `--overwrite` deploys it again\n"
+    assert json.loads(hearth("pull", "org/tiny", "--json").out)["source"] == "hf:org/tiny"
+    for words in (["other/tiny"], ["org/tiny@main"], ["org/tiny", "--quant", "int8"], [str(tiny)]):
+        taken = hearth("pull", *words, "--name", "tiny")
+        assert (taken.code, taken.out) == (2, "")
+        assert "a model is deployed as `tiny` already" in taken.err
+
+
+def test_a_service_may_have_it_already(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
+    service.models = [replace(MODEL, source="hf:org/smol")]
+    again = hearth("pull", "org/smol", "--name", "smol", "--url", service.url)
+    assert (again.code, again.out.partition("; ")[0]) == (0, "smol is already deployed from hf:org/smol")
+
+
 def test_list_shows_a_line_per_model(hearth: Hearth, data_dir: Path, tiny: Path) -> None:
     header, line = hearth("list").out.splitlines()
 
@@ -69,15 +95,27 @@ def test_show_takes_a_name(hearth: Hearth, tiny: Path) -> None:
     assert re.search(r"keep_alive +│ 5m ", shown)
 
 
+@pytest.mark.parametrize("command", ["deploy", "pull"])
+def test_a_source_that_is_named_as_on_the_hub_comes_from_there(
+    hearth: Hearth, data_dir: Path, service: FakeService, command: str
+) -> None:
+    with DataDir.hold(data_dir) as held:
+        service.announce(held)
+        for source in ("Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B"):
+            assert hearth(command, source, "--name", "new").code == 0
+    assert [body["source"] for body in service.bodies("/hearth/models") if isinstance(body, dict)] == [
+        "hf:Qwen/Qwen3-0.6B"
+    ] * 2
+
+
 @pytest.mark.usefixtures("data_dir")
-def test_a_source_that_is_named_as_on_the_hub_is_told_how_to_be_written(hearth: Hearth) -> None:
-    shown = hearth("deploy", "Qwen/Qwen3-0.6B")
+def test_a_source_that_is_nowhere_is_told_how_those_of_the_hub_are_written(hearth: Hearth) -> None:
+    shown = hearth("pull", "llama3.2")
     assert (shown.code, shown.out) == (2, "")
     assert shown.err == (
-        "hearth: no model at `Qwen/Qwen3-0.6B`; give the directory of its files, or a GGUF file; for the "
-        "Hugging Face Hub use `hf:Qwen/Qwen3-0.6B`\n"
+        "hearth: no model at `llama3.2`; give the directory of its files, or a GGUF file; a model of the "
+        "Hugging Face Hub is `hf:ORG/NAME`\n"
     )
-    assert "hf:" not in hearth("deploy", "./nowhere").err
 
 
 @pytest.mark.usefixtures("tiny")
@@ -125,7 +163,10 @@ def test_rm_takes_what_deploy_made_and_leaves_the_source(hearth: Hearth, data_di
     assert tiny.exists()
 
 
+@pytest.mark.usefixtures("tiny")
 def test_rm_asks_first_and_needs_somebody_to_ask(hearth: Hearth, data_dir: Path) -> None:
+    unknown = hearth("rm", "tniy")
+    assert (unknown.code, unknown.err) == (3, "hearth: no model named `tniy`; did you mean `tiny`?\n")
     shown = hearth("rm", "tiny")
     assert (shown.code, shown.out) == (2, "")
     assert "--yes" in shown.err

@@ -305,7 +305,7 @@ def test_config_and_doctor_show_where_settings_come_from(
     assert "port = 9001  # HEARTH_SERVICE_PORT" in lines
     assert 'level = "debug"  # --set' in lines
     assert f'data_dir = "{data_dir}"  # HEARTH_DATA_DIR' in lines
-    assert lines[lines.index('[models."qwen2.5"]') + 4] == f"pinned = true  # {path}"
+    assert lines[lines.index('[models."qwen2.5"]') + 5] == f"pinned = true  # {path}"
     assert 'host = "127.0.0.1"' in lines
     assert "unknown environment variable HEARTH_STRANGE" in " ".join(shown.err.split())
     saved = tmp_path / "saved.toml"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -491,3 +492,53 @@ def test_doctor_says_that_no_service_runs(hearth: Hearth, data_dir: Path) -> Non
     shown = hearth("doctor").out
     assert "not running" in shown
     assert "0 deployed" in shown
+
+
+def test_logs_json_is_an_object_per_line(hearth: Hearth, data_dir: Path) -> None:
+    line = (
+        "2026-01-02 03:04:05,678 WARNING hearth.x keeper_lost worker=w0 reason=`no answer in 3 s` load_s=0.5"
+    )
+    DataDir.open(data_dir).log_path.write_text(
+        f"{line}\nTraceback (most recent call last):\n", encoding="utf-8"
+    )
+    first, second = map(json.loads, hearth("logs", "--json").out.splitlines())
+    assert first == {
+        "time": "2026-01-02 03:04:05,678",
+        "level": "WARNING",
+        "logger": "hearth.x",
+        "event": "keeper_lost",
+        "fields": {"worker": "w0", "reason": "no answer in 3 s", "load_s": "0.5"},
+        "text": line,
+    }
+    assert second == {"text": "Traceback (most recent call last):"}
+
+
+def test_logs_json_follows_what_is_added_too(data_dir: Path) -> None:
+    path = DataDir.open(data_dir).log_path
+    path.write_text("one\n", encoding="utf-8")
+    command = [sys.executable, "-m", "hearth", "logs", "-f", "--json", "-n", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"text": "one"}
+        with path.open("a", encoding="utf-8") as log:
+            log.write("two\n")
+        assert json.loads(process.stdout.readline()) == {"text": "two"}
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+
+
+def test_ps_watches_until_it_is_interrupted(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views = []
+
+    def interrupted(pause_s: float) -> None:
+        views.append(pause_s)
+        if len(views) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("hearth.cli.ps.time.sleep", interrupted)
+    shown = hearth("ps", "--watch")
+    assert shown.code == 130
+    assert shown.out.count("requests: ") == 2

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from rich.console import Console
 from hearth.cli import run
 from hearth.cli.client import AnswerDelta
 from hearth.control.datadir import DataDir
+from hearth.control.deploy.preset import Preset
 from hearth.core.types import SamplingParams
 from hearth.text.chat_template import Message
 from tests.cli.fake_service import MODEL, FakeService
 from tests.cli.shell import Hearth
+from tests.cli.test_chat import Terminal
 
 
 def test_a_name_is_asked_through_the_service(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
@@ -42,6 +45,75 @@ def test_reasoning_is_shown_at_a_terminal_and_is_no_part_of_the_answer(
     assert (shown.code, shown.out) == (0, "The sky is blue.\u2028Really.\n")
     assert isinstance(terminal.file, io.StringIO)
     assert terminal.file.getvalue() == seen
+
+
+def test_without_a_prompt_a_pipe_says_it(
+    hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi from a pipe"))
+    assert hearth("run", "smol", "--url", service.url).out == "The sky is blue.\u2028Really.\n"
+    (body,) = service.bodies("/v1/chat/completions")
+    assert isinstance(body, dict)
+    assert body["messages"] == [{"role": "user", "content": "hi from a pipe"}]
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    empty = hearth("run", "smol", "--url", service.url)
+    assert (empty.code, empty.err.count("\n")) == (2, 1)
+    assert "standard input is empty" in empty.err
+
+
+def test_without_a_prompt_a_terminal_holds_a_conversation(
+    hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Terminal()) as terminal:
+        terminal.type("one\ntwo\n/bye\n")
+        monkeypatch.setattr("sys.stdin", terminal.stdin)
+        shown = hearth("run", "smol", "--temperature", "0.1", "--url", service.url)
+    assert shown.code == 0
+    assert "/help" in shown.err
+    bodies = [body for body in service.bodies("/v1/chat/completions") if isinstance(body, dict)]
+    assert [len(body["messages"]) for body in bodies] == [1, 3]
+    assert {(body["temperature"], body["max_tokens"]) for body in bodies} == {(0.1, 1024)}
+
+
+def test_a_preset_is_asked_with_its_parameters_unless_flags_say_others(
+    hearth: Hearth, data_dir: Path, service: FakeService
+) -> None:
+    preset = Preset(temperature=0.25, max_tokens=9)
+    service.models = [replace(MODEL, name="pirate", base="smol", preset=preset)]
+    hearth("run", "pirate", "hi", "--url", service.url)
+    hearth("run", "pirate", "hi", "--max-tokens", "5", "--url", service.url)
+    bodies = [body for body in service.bodies("/v1/chat/completions") if isinstance(body, dict)]
+    assert [(body["temperature"], body["max_tokens"]) for body in bodies] == [(0.25, 9), (0.25, 5)]
+
+
+@pytest.mark.parametrize("source", ["hf:org/smol", "org/smol"])
+def test_a_repository_of_the_hub_is_the_model_that_was_deployed_from_it(
+    hearth: Hearth, data_dir: Path, service: FakeService, source: str
+) -> None:
+    service.models = [replace(MODEL, source="hf:org/smol@abc")]
+    assert hearth("run", source, "hi", "--url", service.url).code == 0
+    (body,) = service.bodies("/v1/chat/completions")
+    assert isinstance(body, dict)
+    assert body["model"] == "smol"
+
+
+def test_a_repository_of_the_hub_is_deployed_after_a_question(
+    hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = hearth("run", "hf:org/new", "hi", "--url", service.url)
+    assert (refused.code, refused.err.count("\n")) == (3, 1)
+    assert "`hearth deploy hf:org/new`" in refused.err
+
+    service.derived_name = "smol"
+    with closing(Terminal()) as terminal:
+        terminal.type("y\n")
+        monkeypatch.setattr("sys.stdin", terminal.stdin)
+        shown = hearth("run", "hf:org/new", "hi", "--url", service.url)
+    assert (shown.code, shown.out) == (0, "The sky is blue.\u2028Really.\n")
+    assert "hf:org/new is not deployed. Deploy it now?" in shown.err
+    (body,) = [body for body in service.bodies("/hearth/models") if isinstance(body, dict)]
+    assert body["source"] == "hf:org/new"
 
 
 def test_raw_prompts_are_continued(hearth: Hearth, data_dir: Path, service: FakeService) -> None:

@@ -79,6 +79,20 @@ def test_flags_beat_settings_and_settings_beat_the_file(
     assert config.models["m"].pinned
 
 
+def test_a_source_is_declared_unless_it_is_the_name_of_a_deployed_model(
+    hearth: Hearth, served: list[HearthConfig], data_dir: Path, tiny: Path
+) -> None:
+    setting = ("--set", "models.qwen3-0.6b.context=4096")
+    assert hearth("serve", "Qwen/Qwen3-0.6B", str(tiny), "tiny", *setting).code == 0
+    models = served[0].models
+    assert models["qwen3-0.6b"] == ModelConfig(
+        source="hf:Qwen/Qwen3-0.6B", aliases=("Qwen/Qwen3-0.6B",), context=4096
+    )
+    assert {config.source for config in models.values()} == {"hf:Qwen/Qwen3-0.6B", str(tiny)}
+    assert hearth("serve", "absent").code == 2
+    assert len(served) == 1
+
+
 def test_the_template_of_a_service_is_started_before_anything_else_is_imported() -> None:
     code = (
         "import sys; from hearth import cli; sys.argv = ['hearth', 'serve', '--memory', 'lots']\n"

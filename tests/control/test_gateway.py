@@ -12,6 +12,7 @@ import pytest
 
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.deployed import Deployed
+from hearth.control.deploy.preset import Preset
 from hearth.control.deploy.registry import Registry
 from hearth.control.gateway import Gateway
 from hearth.control.observe.exchange_record import ExchangeRecord, set_current_exchange
@@ -552,6 +553,24 @@ def test_a_request_is_explained_to_its_own_group_and_to_monitors(
         monitor = Caller("eve", "monitor", GroupId("m"))
         told = [rig.gateway.views.explain(stream.request_id, caller) for caller in (ADA, AMY, monitor, BOB)]
         assert [one is not None for one in told] == [True, True, True, False]
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_a_key_of_a_preset_alone_sees_its_requests_which_its_base_answers(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await rig.gateway.put_preset("pirate", "tiny", Preset(system="Arr."))
+        only = replace(ADA, terms=KeyTerms(models=("pirate",)))
+        stream = await rig.submit(replace(ask(), model="pirate"), only)
+        assert stream.model == "pirate"
+        assert [one.model for one in link.orders if isinstance(one, HostModel)] == ["tiny"]
+        assert rig.gateway.views.explain(stream.request_id, only) is not None
+        other = replace(ADA, terms=KeyTerms(models=("other",)))
+        assert rig.gateway.views.explain(stream.request_id, other) is None
         rig.gateway.end_all()
 
     with_rig(data_dir, scene)

@@ -142,7 +142,7 @@ def test_texts_become_embeddings_of_length_one(client: ollama.Client) -> None:
 
 @pytest.mark.client(
     "ollama",
-    "create, push",
+    "push",
     refused="is not supported; use `hearth convert`",
 )
 def test_what_would_change_the_store_is_refused(client: ollama.Client, refusal: str) -> None:
@@ -165,6 +165,9 @@ def test_a_copy_answers_like_its_source_until_it_is_deleted(client: ollama.Clien
         told = [client.generate(name, "Hi", raw=True, options=GREEDY).response for name in ("mine", TINY)]
         assert told[0] == told[1]
         assert "mine:latest" in {model.model for model in client.list().models}
+        assert client.copy("mine", "ours").status == "success"
+        assert client.generate("ours", "Hi", raw=True, options=GREEDY).response == told[1]
+        assert client.delete("ours").status == "success"
     finally:
         assert client.delete("mine").status == "success"
     with pytest.raises(ollama.ResponseError, match="no model named `mine`"):
@@ -172,6 +175,24 @@ def test_a_copy_answers_like_its_source_until_it_is_deleted(client: ollama.Clien
     assert client.generate(TINY, "Hi", raw=True, options=GREEDY).response == told[1]
     with pytest.raises(ollama.ResponseError, match=r"no model named `llama3\.2`"):
         client.pull("llama3.2")
+
+
+@pytest.mark.client("ollama", "create: a preset")
+def test_a_preset_answers_with_its_system_prompt_and_parameters(client: ollama.Client) -> None:
+    system = "Whatever you are asked, you answer with the word Berlin."
+    made = client.create(
+        "pirate", from_=MODEL, system=system, parameters={"temperature": 0, "num_predict": 6}
+    )
+    assert made.status == "success"
+    try:
+        answer = client.chat("pirate", QUESTION)
+        same = client.chat(MODEL, [{"role": "system", "content": system}, *QUESTION], options=GREEDY)
+        assert answer.eval_count == 6 or answer.done_reason == "stop"
+        assert (same.message.content or "").startswith(answer.message.content or "nothing")
+        assert answer.prompt_eval_count == same.prompt_eval_count
+        assert "PARAMETER num_predict 6" in (client.show("pirate").modelfile or "")
+    finally:
+        client.delete("pirate")
 
 
 def test_names_of_hubs_work_everywhere(client: ollama.Client, service: Service, shelf: Shelf) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from fastapi import APIRouter, Request
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import Field
@@ -18,6 +19,8 @@ from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT, COMPLETION
 from hearth.api.progress import ProgressResponse
 from hearth.api.responses.dialect import ID_PREFIX
+from hearth.control.deploy.deploy import DeployOrder
+from hearth.control.deploy.preset import Preset
 from hearth.core.errors import RequestError, UnknownRequest
 from hearth.core.version import hearth_version
 
@@ -46,6 +49,25 @@ class DeployBody(OwnBody):
     )
 
 
+class PresetBody(OwnBody):
+    name: Text = Field(min_length=1, max_length=128, description="Of the preset; replaces one of that name.")
+    system: Text | None = Field(None, description="System prompt of conversations that have none.")
+    template: Text | None = Field(None, description="Chat template in Jinja.")
+    temperature: float | None = Field(None, description="This and the next: what a request does not set.")
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: list[Text] | None = None
+
+    def preset(self) -> Preset:
+        return msgspec.convert(self.model_dump(exclude={"name"}), Preset)
+
+
 class UnloadBody(OwnBody):
     free: bool = Field(False, description="Free its memory now, not when needed.")
 
@@ -72,9 +94,8 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     @routes.post("", summary="Deploy a model or a LoRA adapter", responses=_EVENTS)
     async def deploy(body: DeployBody, request: Request) -> Response:
         """Streams progress as events; with `Accept: application/json` it waits and returns the model."""
-        events = gateway.deploy(
-            body.source, body.name, body.dtype, body.quant, body.overwrite, body.base, labels=body.labels
-        )
+        order = msgspec.convert(body.model_dump(), DeployOrder)
+        events = gateway.deploy(order)
         return ProgressResponse(events, heartbeat_s, result="model", is_whole=_wants_json(request))
 
     @routes.delete("/{name:path}", summary="Remove a model or an adapter")
@@ -91,6 +112,11 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
         """
         events = gateway.make_snapshot(name, caller_of(request))
         return ProgressResponse(events, heartbeat_s, result="snapshot", is_whole=_wants_json(request))
+
+    @routes.post("/{name:path}/presets", summary="Make a preset of a model, an adapter or a preset")
+    async def put_preset(name: str, body: PresetBody) -> Response:
+        """A preset is a name with defaults of its own that shares the weights of its base. Returns it."""
+        return as_json(await gateway.put_preset(body.name, name, body.preset()))
 
     @routes.post("/{name:path}/unload", summary="Let a model be evicted")
     async def unload(name: str, body: UnloadBody) -> Response:
@@ -141,8 +167,8 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/hearth/requests/{request_id:path}", summary="Explain where the time of a request went")
     async def explain(request_id: str, request: Request) -> Response:
-        """Takes the id of a request or answer, or the `x-request-id` that the client sent (the last such
-        request). Requests of other groups are unknown, except for monitor keys.
+        """Takes the id of a request or answer, the `x-request-id` that the client sent (the last such
+        request), or `last`. Requests of other groups are unknown, except for monitor keys.
         """
         caller = caller_of(request)
         plain = request_id

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import Request
 
 from hearth.api.answer import Answer
-from hearth.api.body import ModelBody
+from hearth.api.body import Body, ModelBody
 from hearth.api.dialect import AnswerSpec, Dialect
 from hearth.api.guard import caller_of
 from hearth.api.json_body import off_loop_if_large
@@ -23,6 +23,8 @@ from hearth.core.errors import Forbidden
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
+
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 #: For the OpenAPI document.
 STREAM_OR_JSON: dict[int | str, dict[str, object]] = {
@@ -49,6 +51,7 @@ class Answers:
     ) -> Answer:
         """`ignored_fields`: those of the client's own body. `follows`: tokens of an earlier conversation."""
         _check_pin(body, request)
+        body = self._preset(body, request)
         return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields, follows)
 
     async def chat(
@@ -60,6 +63,7 @@ class Answers:
         follows: Sequence[int] = (),
     ) -> Answer:
         _check_pin(body, request)
+        body = self._preset(body, request)
         tokenizer = await self._gateway.prompts.tokenizer(body.model, caller_of(request))
         specify = partial(body.answer_spec, dialect, tokenizer)
         return await self._answer(specify, request, ignored_fields, follows)
@@ -73,6 +77,11 @@ class Answers:
     ) -> Answer:
         _check_pin(body, request)
         return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields)
+
+    def _preset(self, body: AnyBody, request: Request) -> AnyBody:
+        """Return a body with the sampling parameters of a preset where it has none. Raises UnknownModel."""
+        found = self._gateway.deployments.find_for(body.model, caller_of(request)).preset
+        return body if found is None else body.model_copy(update=body.lacking(found.preset.sampling))
 
     def count_ignored(self, names: tuple[str, ...]) -> dict[str, str]:
         """Count ignored fields of a request; returns the header that lists them."""

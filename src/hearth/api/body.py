@@ -250,6 +250,9 @@ class Body(GenerationBody):
     """The fields of chat and plain completions."""
 
     default_max_tokens: ClassVar[int | None] = None  #: None: until the context is full
+    default_sampling: ClassVar[
+        Mapping[str, float]
+    ] = {}  #: what differs from the defaults of `SamplingParams`
 
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=128, description="Number of answers.")
@@ -284,8 +287,17 @@ class Body(GenerationBody):
             )
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            **given, max_tokens=self.token_limit, logprobs=logprobs, logit_bias=_bias(self.logit_bias)
+            **{**self.default_sampling, **given},
+            max_tokens=self.token_limit,
+            logprobs=logprobs,
+            logit_bias=_bias(self.logit_bias),
         )
+
+    def lacking(self, sampling: Mapping[str, object]) -> dict[str, object]:
+        """Return those of `sampling` that the body does not set."""
+        given = [name for name in sampling if getattr(self, name) is not None]
+        given += ["max_tokens"] if self.max_completion_tokens is not None else []
+        return {name: value for name, value in sampling.items() if name not in given}
 
     @property
     def token_limit(self) -> int | None:

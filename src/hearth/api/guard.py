@@ -37,6 +37,7 @@ NODES_PATH = "/hearth/nodes"  #: changes are for admins
 MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps", NODES_PATH])
 MODELS_PATH = "/hearth/models"  #: listed for all; changes are for admins
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+CREATE_PATH = "/api/create"
 #: Scope key of a function to call once the caller is authenticated; it returns False if there is no capacity.
 LET_IN = "hearth.let_in"
 COPY_PATH, DELETE_PATH = "/api/copy", "/api/delete"
@@ -206,7 +207,7 @@ def _note_caller(scope: Scope, caller: Caller) -> None:
 def _needed_role(scope: Scope) -> Role:
     if scope["path"].startswith((MODELS_PATH, NODES_PATH)) and scope["method"] not in ("GET", "HEAD"):
         return "admin"
-    if scope["path"] in (LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, COPY_PATH, DELETE_PATH):
+    if scope["path"] in (LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, CREATE_PATH, COPY_PATH, DELETE_PATH):
         return "admin"
     return "monitor" if scope["path"] in MONITOR_PATHS else "user"
 

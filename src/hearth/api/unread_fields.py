@@ -204,6 +204,11 @@ OLLAMA_OPTIONS = {
     **_fields("max_tokens", like="num_predict"),
     **_fields("repetition_penalty", like="repeat_penalty"),
 }
+_BY_DEPLOY = "deploy the model or adapter first (`hearth deploy`) and name it in `from`"
+OLLAMA_CREATE = {
+    **_fields("files adapters quantize", {}, "", instead=_BY_DEPLOY),
+    **_fields("messages", [], instead="put examples into `system`"),
+}
 OLLAMA_EMBED = _fields("images", [], instead="send text") | _fields("dimensions", 0, instead=_BY_MODEL)
 STRUCTURED_OUTPUTS = {
     **_fields("structural_tag whitespace_pattern"),

@@ -25,6 +25,8 @@ from hearth.cli.console import (
     refuse_url,
 )
 from hearth.cli.endpoint import running
+from hearth.control.deploy.preset import Preset
+from hearth.control.observe.views import ModelView
 from hearth.core.config import HearthConfig
 from hearth.core.errors import ConfigError
 from hearth.core.types import SamplingParams
@@ -41,6 +43,10 @@ class Answerer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
+    @property
+    def preset(self) -> Preset:
+        """The defaults of the model; none are set if it is no preset."""
+
     def chat(
         self, messages: Sequence[Message], params: SamplingParams
     ) -> Generator[AnswerDelta, None, None]: ...
@@ -52,10 +58,9 @@ class Answerer(Protocol):
 
 
 class ServiceAnswerer:
-    def __init__(self, client: Client, name: str) -> None:
-        self._client = client
-        self._name = name
-        self.has_chat_template = client.model(name).has_chat_template
+    def __init__(self, client: Client, view: ModelView) -> None:
+        self._client, self._name = client, view.name
+        self.has_chat_template, self.preset = view.has_chat_template, view.preset or Preset()
 
     def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[AnswerDelta, None, None]:
         return self._client.chat(self._name, messages, params)
@@ -68,12 +73,13 @@ class ServiceAnswerer:
 
 
 class LocalAnswerer:
-    def __init__(self, llm: LLM, adapter: str | None = None) -> None:
-        self._llm, self._adapter = llm, adapter
-        self.has_chat_template = llm.has_chat_template
+    def __init__(self, llm: LLM, adapter: str | None = None, preset: Preset | None = None) -> None:
+        self._llm, self._adapter, self.preset = llm, adapter, preset or Preset()
+        self.has_chat_template = llm.has_chat_template or self.preset.template is not None
 
     def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[AnswerDelta, None, None]:
-        return _deltas(self._llm.stream(self._llm.chat_prompt(messages), params, adapter=self._adapter))
+        prompt = self._llm.chat_prompt(self.preset.begun(messages), self.preset.template)
+        return _deltas(self._llm.stream(prompt, params, adapter=self._adapter))
 
     def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
         return _deltas(self._llm.stream(prompt, params, adapter=self._adapter))
@@ -140,15 +146,20 @@ def answerer_of(
         with _loaded(where, config, options) as answerer:
             yield answerer
         return
+    from hearth.cli.deploy import deployed
+
     named_dir, data_dir = data_dir, data_dir_of(context, data_dir, config)
     client = running(context, url, api_key, data_dir)
     if client is None:
         with named(model):
-            view = local_models.find(data_dir, model)
-            base = view if view.base is None else local_models.find(data_dir, view.base)
-        adapter = None if view.base is None else LocalAdapter(view.name, view.where)
+            view = deployed(None, model, data_dir, asks=True)
+        preset, adapter = view.preset, None
+        if preset is not None:
+            view = local_models.base_of(data_dir, view)
+        if view.is_adapter:
+            adapter, view = LocalAdapter(view.name, view.where), local_models.base_of(data_dir, view)
         config = configured(options.config, options.settings, {"store.path": str(data_dir)})
-        with _loaded(base.where, config, options, adapter) as answerer:
+        with _loaded(view.where, config, options, adapter, preset) as answerer:
             yield answerer
         return
     with client:
@@ -159,13 +170,17 @@ def answerer_of(
                 f"would answer; drop it{instead}, or give the path of the model"
             )
         with named(model):
-            there = ServiceAnswerer(client, model)
-        yield there
+            view = deployed(client, model, data_dir, asks=True)
+        yield ServiceAnswerer(client, view)
 
 
 @contextmanager
 def _loaded(
-    where: str, config: HearthConfig, options: LocalOptions, adapter: LocalAdapter | None = None
+    where: str,
+    config: HearthConfig,
+    options: LocalOptions,
+    adapter: LocalAdapter | None = None,
+    preset: Preset | None = None,
 ) -> Iterator[LocalAnswerer]:
     if adapter is not None and "://" in adapter.where:
         raise ConfigError(
@@ -185,4 +200,4 @@ def _loaded(
             adapters={} if adapter is None else {adapter.name: adapter.where},
         )
     with llm:
-        yield LocalAnswerer(llm, None if adapter is None else adapter.name)
+        yield LocalAnswerer(llm, None if adapter is None else adapter.name, preset)

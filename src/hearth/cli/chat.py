@@ -23,13 +23,24 @@ from hearth.cli.console import (
     err,
 )
 from hearth.cli.tab_completion import ModelName
+from hearth.control.deploy.preset import Preset
 from hearth.core.errors import HearthError
 from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from hearth.text.chat_template import Message
 
-HELP = "/clear starts over, /exit or Ctrl-D quits, Ctrl-C stops an answer"
+#: The parameters of answers in a conversation without flags and preset.
+USUAL = SamplingParams(temperature=0.7, max_tokens=1024)
+#: The most tokens of an answer to a single prompt.
+PROMPTED = 256
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(help=f"Maximum tokens of an answer; {PROMPTED} to a prompt, {USUAL.max_tokens} in a talk."),
+]
+Temperature = Annotated[float | None, typer.Option(help=f"0: greedy; by default {USUAL.temperature}.")]
+Seed = Annotated[int | None, typer.Option(help="Makes answers reproducible.")]
+HELP = "/clear starts over, /exit or Ctrl-D quits, Ctrl-C stops an answer, /help shows this"
 
 
 @app.command(rich_help_panel="Questions")
@@ -37,9 +48,9 @@ def chat(
     context: typer.Context,
     name: ModelName,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 1024,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.7,
-    seed: Annotated[int | None, typer.Option(help="Makes the conversation reproducible.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -57,13 +68,19 @@ def chat(
 
       printf 'My name is Ada.\\nWhat is my name?\\n' | hearth chat smollm2
     """
-    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    is_terminal = sys.stdin.isatty()
+    given = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
+    Preset().params(USUAL, **given)  # refuses a wrong one before anything is loaded
     options = LocalOptions(config=config, settings=settings)
     with answerer_of(context, name, url, api_key, data_dir, options) as answerer:
-        if is_terminal:
-            err.print(Text(HELP, style="dim"))
-        _talk(answerer, _lines(is_terminal), params, system, is_terminal)
+        converse(answerer, answerer.preset.params(USUAL, **given), system)
+
+
+def converse(answerer: Answerer, params: SamplingParams, system: str | None = None) -> None:
+    """Hold a conversation with what standard input says, by a prompt if that is a terminal."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        err.print(Text(HELP, style="dim"))
+    _talk(answerer, _lines(is_terminal), params, system, is_terminal)
 
 
 def _talk(
@@ -75,8 +92,11 @@ def _talk(
         match line.strip():
             case "":
                 continue
-            case "/exit":
+            case "/exit" | "/quit" | "/bye":
                 return
+            case "/help" | "/?" if is_terminal:
+                err.print(Text(HELP, style="dim"))
+                continue
             case "/clear":
                 messages = list(beginning)
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import quote, urlsplit
@@ -37,7 +37,8 @@ from hearth.core.errors import (
 if TYPE_CHECKING:
     import httpx
 
-    from hearth.control.deploy.deploy import DeployProgress
+    from hearth.control.deploy.deploy import DeployOrder, DeployProgress
+    from hearth.control.deploy.preset import Preset
     from hearth.core.types import SamplingParams
     from hearth.text.chat_template import Message
 
@@ -178,28 +179,13 @@ class Client:
         with self._answered("POST", path, {"free": free}) as response:
             return self._decoded(response.read(), UnloadView)
 
-    def deploy(
-        self,
-        source: str,
-        name: str | None,
-        dtype: str,
-        quant: str,
-        overwrite: bool,
-        base: str | None = None,
-        labels: Sequence[str] = (),
-    ) -> Iterator[DeployProgress | ModelView]:
+    def deploy(self, order: DeployOrder) -> Iterator[DeployProgress | ModelView]:
         """Yield progress, and last the model. Closing the generator early cancels the deployment."""
         from hearth.control.deploy.deploy import DeployProgress
 
-        body: dict[str, object] = {
-            "source": source,
-            "name": name,
-            "dtype": dtype,
-            "quant": quant,
-            "overwrite": overwrite,
-        }
-        body |= {} if base is None else {"base": base}  # an older service does not know these
-        body |= {"labels": labels} if labels else {}
+        names = ["source", "name", "dtype", "quant", "overwrite"]
+        names += [name for name in ("base", "labels") if getattr(order, name)]  # an older service lacks these
+        body = {name: getattr(order, name) for name in names}
         with self._answered("POST", "/hearth/models", body, is_stream=True) as response:
             for data in _server_sent(response.iter_bytes()):
                 event = self._streamed(data, _DeployEvent)
@@ -207,6 +193,12 @@ class Client:
                     yield event.model
                     return
                 yield DeployProgress(event.phase, event.done_bytes, event.total_bytes)
+
+    def put_preset(self, name: str, base: str, preset: Preset) -> None:
+        path = f"/hearth/models/{_segment(base)}/presets"
+        body = {"name": name, **{key: value for key, value in asdict(preset).items() if value is not None}}
+        with self._answered("POST", path, body):
+            pass
 
     def make_snapshot(self, name: str) -> Iterator[SnapshotEvent | SnapshotView]:
         """Yield progress, and last the snapshot. Closing the generator early stops nothing."""

@@ -153,7 +153,7 @@ def join(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Add this machine to a cluster, and serve models in it until Ctrl-C or SIGTERM.
+    """Add this machine to a cluster, until Ctrl-C or SIGTERM.
 
     Run `hearth cluster token` on the head for the command with address and token. The machine keeps its
     certificate: later, as after a reboot, `hearth join` needs neither.

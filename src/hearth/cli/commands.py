@@ -16,6 +16,7 @@ import typer
 from rich.text import Text
 
 from hearth.cli.console import app, err
+from hearth.cli.familiar import answer_to, translated
 from hearth.cli.help import command_of
 from hearth.core.errors import ConfigError, HearthError, ModelError, RequestError, Unreached
 from hearth.core.version import hearth_version
@@ -27,6 +28,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "chat": ("chat",),
     "demo": ("demo",),
     "deploy": ("deploy", "list", "rm"),
+    "create": ("create", "cp"),
     "snapshot": ("snapshot",),
     "explain": ("explain",),
     "keys": ("keys",),
@@ -61,9 +63,12 @@ def _words() -> Sequence[str]:
 
 
 def run_command(argv: Sequence[str] | None, template: TemplateProcess | None) -> None:
-    app = _app_for(_words()) if argv is None else whole_app()
+    words = translated(_words() if argv is None else argv)
+    app = _app_for(words) if argv is None else whole_app()
     try:
-        command_of(app)(argv, prog_name="hearth", obj=template)
+        if (answer := answer_to(words)) is not None:
+            raise ConfigError(answer)
+        command_of(app)(words, prog_name="hearth", obj=template)
     except HearthError as error:
         _complain(str(error))
         sys.exit(_code(error))

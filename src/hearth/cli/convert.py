@@ -104,7 +104,7 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a model, or a LoRA adapter of a model, to the format that loads by copying.
+    """Convert a model or LoRA adapter to the format that is served.
 
     DEST appears only when it is complete, even if the command is killed.
 
@@ -256,7 +256,10 @@ def show(
 
 def _print_view(view: ModelView) -> None:
     facts: dict[str, object] = asdict(view)
-    del facts["created_at_s"], facts["keep_alive_s"], facts["upstream"]
+    if (preset := view.preset) is not None:
+        texts = {"system": preset.system, "template": preset.template}
+        facts |= {name: text for name, text in texts.items() if text is not None} | preset.sampling
+    del facts["preset"], facts["created_at_s"], facts["keep_alive_s"], facts["upstream"]
     facts |= {"aliases": list(view.aliases), "labels": list(view.labels)}
     facts["stages"] = (
         f"{len(view.stages)}, of {' + '.join(map(str, view.stages))} layers" if view.stages else ""

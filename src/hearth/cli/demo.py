@@ -46,9 +46,9 @@ def demo(
     once: Annotated[bool, typer.Option("--once", help="Stop after the answer.")] = False,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Deploy a small model, serve it, ask it a question and show where the time went.
+    """Deploy a small model, serve it and ask it a question.
 
-    Keeps serving until Ctrl-C. `make demo` runs it.
+    Shows where the time of the answer went, and keeps serving until Ctrl-C. `make demo` runs it.
 
     [bold]Example[/bold]
 
@@ -108,8 +108,10 @@ def _deploy(data_dir: Path) -> None:
     if NAME in local_models.names(data_dir):
         _print(f"{NAME} is already deployed")
         return
+    from hearth.control.deploy.deploy import DeployOrder
+
     source = _bundled()
-    model = follow(source, local_models.deploy(source, NAME, "auto", "none", False, data_dir))
+    model = follow(source, local_models.deploy(DeployOrder(source, NAME), data_dir))
     _print(f"deployed {NAME}: {size(model.num_bytes)}, {model.dtype}")
 
 

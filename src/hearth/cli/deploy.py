@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from rich.text import Text
 
 from hearth.cli import local_models, snapshot
 from hearth.cli.client import Client
@@ -23,7 +24,9 @@ from hearth.cli.console import (
     Dtype,
     Url,
     app,
+    err,
     existing,
+    is_place,
     print_columns,
     warn,
 )
@@ -33,13 +36,10 @@ from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
 from hearth.cli.tab_completion import ModelName, complete_base
 from hearth.control.observe.views import ModelView
-from hearth.core.errors import ConfigError, ModelError, Unreached
+from hearth.core.errors import ConfigError, ModelError, NameTaken, UnknownModel, Unreached, UnsupportedModel
 
 if TYPE_CHECKING:
-    from hearth.control.deploy.deploy import DeployProgress
-
-#: A repository of the Hugging Face Hub without `hf:`.
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
+    from hearth.control.deploy.deploy import DeployOrder, DeployProgress
 
 
 @app.command(rich_help_panel="Models")
@@ -49,7 +49,7 @@ def deploy(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Hugging Face or PEFT directory, GGUF file, converted model, hf:ORG/NAME, or URL.",
+            help="hf:ORG/NAME, URL, GGUF file, converted model, Hugging Face or PEFT directory.",
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the model; by default that of SOURCE.")] = None,
@@ -87,7 +87,8 @@ def deploy(
 
     Downloads the model if needed, converts it to the format that loads by copying, and registers it. A model
     that is already converted, or is in object storage, is registered where it is. An adapter is served by its
-    base; --base is not needed if the adapter names it. With --snapshot the first start is fast already;
+    base; --base is not needed if the adapter names it. What is deployed from the same repository or URL under
+    that name stays as it is. With --snapshot the first start is fast already;
     otherwise a snapshot is made after the first start (see `hearth snapshot`).
 
     [bold]Examples[/bold]
@@ -104,26 +105,35 @@ def deploy(
 
       hearth deploy hf:Qwen/Qwen2.5-7B-Instruct --label gpu=h200
     """
+    from hearth.control.deploy.deploy import DeployOrder  # not for `hearth list`
+
     client = running(context, url, api_key, data_dir)
     if with_snapshot and client is None:
         raise ConfigError("`--snapshot` needs a running service; start one with `hearth serve`")
-    absolute = _absolute(source, is_elsewhere=url is not None)
     started_s = time.perf_counter()
-    if client is None:
-        events = local_models.deploy(
-            absolute, name, dtype.value, quant.value, overwrite, data_dir, base, labels or ()
+    with client or nullcontext():
+        order = DeployOrder(
+            absolute_source(source, is_elsewhere=url is not None),
+            name,
+            dtype.value,
+            quant.value,
+            overwrite=overwrite,
+            base=base,
+            labels=tuple(labels or ()),
         )
-        model = follow(source, events)
-    else:
-        with client:
-            events = client.deploy(absolute, name, dtype.value, quant.value, overwrite, base, labels or ())
-            model = follow(source, events)
+        known = None
+        try:
+            model = carry_out(client, order, data_dir)
+        except NameTaken:
+            if (known := _deployed_already(client, order, data_dir)) is None:
+                raise
+            model = known
     if as_json:
         typer.echo(msgspec.json.encode(model))
+    elif known is not None:
+        typer.echo(f"{model.name} is already deployed from {model.source}; `--overwrite` deploys it again")
     else:
-        took_s = time.perf_counter() - started_s
-        of = "" if model.base is None else f"adapter of {model.base}, rank {model.max_rank}, "
-        typer.echo(f"deployed {model.name}: {of}{size(model.num_bytes)}, {model.dtype}, in {took_s:.1f} s")
+        typer.echo(f"{_summary(model)}, in {time.perf_counter() - started_s:.1f} s")
     if model.warning is not None:
         warn(f"warning: {model.warning}")
     if with_snapshot:
@@ -131,6 +141,67 @@ def deploy(
             view = snapshot.made(client, model.name)
         if not as_json:
             typer.echo(snapshot.summary(view))
+
+
+def carry_out(client: Client | None, order: DeployOrder, data_dir: Path) -> ModelView:
+    """Deploy through a service, None: in this process, and show the progress."""
+    events = local_models.deploy(order, data_dir) if client is None else client.deploy(order)
+    return follow(order.source, events)
+
+
+def _summary(model: ModelView) -> str:
+    of = "" if model.base is None else f"adapter of {model.base}, rank {model.max_rank}, "
+    return f"deployed {model.name}: {of}{size(model.num_bytes)}, {model.dtype}"
+
+
+def _deployed_already(client: Client | None, order: DeployOrder, data_dir: Path) -> ModelView | None:
+    """Return the model of an order that changes nothing. Files at a path may have changed since."""
+    from hearth.control.deploy.deploy import DeployOrder
+    from hearth.control.deploy.sources import PathSource, default_name, parse_source
+
+    source = parse_source(order.source)
+    if isinstance(source, PathSource) or order != DeployOrder(order.source, order.name):
+        return None
+    wanted = (order.name or default_name(source), source.text)
+    return next((one for one in _models(client, data_dir) if (one.name, one.source) == wanted), None)
+
+
+def find(client: Client | None, name: str, data_dir: Path) -> ModelView:
+    return local_models.find(data_dir, name) if client is None else client.model(name)
+
+
+def deployed(client: Client | None, text: str, data_dir: Path, *, asks: bool) -> ModelView:
+    """Return a model by its name or source; one that is not deployed is now, or after a question.
+
+    Raises UnknownModel: there is no such model, or nobody to ask.
+    """
+    from hearth.control.deploy.deploy import DeployOrder  # as above
+    from hearth.control.deploy.sources import HubSource, parse_source
+
+    try:
+        if not text.startswith("hf:") and not is_place(text):
+            return find(client, text, data_dir)
+    except UnknownModel:
+        if not isinstance(parse_source(text), HubSource):
+            raise
+    source = absolute_source(text, is_elsewhere=False)
+    for view in _models(client, data_dir):
+        if view.preset is None and source in (view.source, view.source.partition("@")[0]):
+            return view
+    if asks:
+        _ask_to_deploy(source)
+    model = carry_out(client, DeployOrder(source), data_dir)
+    err.print(Text(_summary(model), style="dim"))
+    return model
+
+
+def _ask_to_deploy(source: str) -> None:
+    if not sys.stdin.isatty():
+        raise UnknownModel(f"`{source}` is not deployed; deploy it with `hearth deploy {source}`")
+    # Not `typer.confirm`, which would write a space before the answer of the model.
+    answer = err.input(Text(f"{source} is not deployed. Deploy it now? [Y/n] "))
+    if answer.strip().lower() not in ("", "y", "yes"):
+        raise typer.Abort
 
 
 @app.command("list", rich_help_panel="Models")
@@ -141,10 +212,10 @@ def list_models(
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """List the deployed models and adapters.
+    """List the deployed models, adapters and presets.
 
-    Includes models that are not loaded; `hearth ps` shows what is in memory. Adapters are listed below their
-    base.
+    Includes models that are not loaded; `hearth ps` shows what is in memory. Adapters and presets are listed
+    below their base.
 
     [bold]Examples[/bold]
 
@@ -153,7 +224,8 @@ def list_models(
       hearth list --json
     """
     client = running(context, url, api_key, data_dir)
-    views = local_models.views(data_dir) if client is None else _listed(client)
+    with client or nullcontext():
+        views = _models(client, data_dir)
     if as_json:
         typer.echo(msgspec.json.encode(views))
         return
@@ -162,7 +234,7 @@ def list_models(
             view.name,
             view.base or "-",
             ",".join(view.aliases) or "-",
-            size(view.num_bytes),
+            "preset" if view.preset is not None else size(view.num_bytes),
             count(view.num_parameters),
             view.dtype if view.quant == "none" else f"{view.dtype}, {view.quant}",
             f"{duration(time.time() - view.created_at_s)} ago",
@@ -171,8 +243,8 @@ def list_models(
         for view in sorted(views, key=lambda view: (view.base or view.name, view.base or "", view.name))
     ]
     titles = ["NAME", "BASE", "ALIASES", "SIZE", "PARAMETERS", "DTYPE", "DEPLOYED", "SOURCE"]
-    has_adapters = any(view.base is not None for view in views)
-    shown = [at for at, title in enumerate(titles) if has_adapters or title != "BASE"]
+    has_bases = any(view.base is not None for view in views)
+    shown = [at for at, title in enumerate(titles) if has_bases or title != "BASE"]
     print_columns([titles[at] for at in shown], [[row[at] for at in shown] for row in rows])
 
 
@@ -182,16 +254,16 @@ def rm(
     name: ModelName,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     with_adapters: Annotated[
-        bool, typer.Option("--with-adapters", help="Also remove the adapters of the model.")
+        bool, typer.Option("--with-adapters", help="Also remove the adapters and presets of the model.")
     ] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Remove a deployed model or adapter.
+    """Remove a deployed model, adapter or preset.
 
-    Deletes the files that `hearth deploy` made, not the source. A model with adapters is only removed with
-    --with-adapters.
+    Deletes the files that `hearth deploy` made, not the source. A model with adapters or presets is only
+    removed with --with-adapters.
 
     [bold]Examples[/bold]
 
@@ -199,53 +271,49 @@ def rm(
 
       hearth rm qwen-7b --with-adapters
     """
-    if not yes:
-        if not sys.stdin.isatty():
-            raise ConfigError(
-                f"cannot ask whether to remove `{name}`: not a terminal; pass `--yes` to confirm"
-            )
-        typer.confirm(f"Remove {name}{' and its adapters' if with_adapters else ''}?", abort=True)
     client = running(context, url, api_key, data_dir)
-    known = list[ModelView]()
-    if client is None:
-        known = local_models.views(data_dir) if with_adapters else known
-        local_models.remove(data_dir, name, with_adapters=with_adapters)
-    else:
-        with client:
-            known = client.models() if with_adapters else known
+    with client or nullcontext():
+        if not yes:
+            _confirm_removal(client, name, data_dir, with_adapters=with_adapters)
+        known = _models(client, data_dir) if with_adapters else []
+        if client is None:
+            local_models.remove(data_dir, name, with_adapters=with_adapters)
+        else:
             client.remove(name, with_adapters=with_adapters)
     typer.echo(f"removed {', '.join([name, *(view.name for view in known if view.base == name)])}")
 
 
-def _listed(client: Client) -> list[ModelView]:
-    with client:
-        return client.models()
+def _confirm_removal(client: Client | None, name: str, data_dir: Path, *, with_adapters: bool) -> None:
+    with suppress(UnsupportedModel):  # an adapter that does not fit its base
+        find(client, name, data_dir)
+    if not sys.stdin.isatty():
+        raise ConfigError(f"cannot ask whether to remove `{name}`: not a terminal; pass `--yes` to confirm")
+    typer.confirm(f"Remove {name}{' and its adapters and presets' if with_adapters else ''}?", abort=True)
 
 
-def _absolute(source: str, is_elsewhere: bool) -> str:
+def _models(client: Client | None, data_dir: Path) -> list[ModelView]:
+    return local_models.views(data_dir) if client is None else client.models()
+
+
+def absolute_source(source: str, is_elsewhere: bool) -> str:
     """Return a source with an absolute path: the service has another working directory."""
-    if not _is_path(source):
-        return source
-    path = Path(source).expanduser()
-    if path.exists():
-        return str(path.absolute())
-    if is_elsewhere:
+    from hearth.control.deploy.sources import PathSource, parse_source
+
+    parsed = parse_source(source)
+    if not isinstance(parsed, PathSource):
+        return parsed.text
+    if is_elsewhere and not parsed.path.exists():
         return source
     try:
-        return str(existing(path).absolute())
+        existing(Path(source).expanduser())
     except ModelError as error:
-        if not _HUB_NAME.fullmatch(source):
-            raise
-        raise ModelError(f"{error}; for the Hugging Face Hub use `hf:{source}`") from error
-
-
-def _is_path(source: str) -> bool:
-    return not source.startswith("hf:") and "://" not in source
+        raise ModelError(f"{error}; a model of the Hugging Face Hub is `hf:ORG/NAME`") from error
+    return parsed.text
 
 
 def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelView:
     model = None
-    name = Path(source).name if _is_path(source) else source
+    name = source if source.startswith("hf:") or "://" in source else Path(source).name
     with bar(f"deploying {name}", _count_bytes(source)) as advance:
         for event in events:
             if isinstance(event, ModelView):

@@ -46,7 +46,7 @@ def doctor(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report devices, versions, memory, limits, the service and its workers.
+    """Report devices, versions, memory, limits and the service.
 
     Notes list missing features, active fallbacks and how to fix them.
 

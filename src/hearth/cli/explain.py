@@ -21,7 +21,7 @@ def explain(
         str,
         typer.Argument(
             metavar="REQUEST_ID",
-            help="The `id` of an answer, or its x-request-id header, which the client may set.",
+            help="The `id` of an answer, its x-request-id header, which the client may set, or `last`.",
         ),
     ],
     url: Url = None,
@@ -35,7 +35,9 @@ def explain(
     estimated cost of each worker. The service keeps the last thousand requests. A key sees the requests of
     its own group; monitor and admin keys see all.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
+
+      hearth explain last
 
       hearth explain chatcmpl-4f1d2c
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,14 @@ from hearth.control.datadir import DataDir
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter
 from hearth.control.deploy.names import Names
+from hearth.control.deploy.preset import DeployedPreset, Preset
 from hearth.control.deploy.registry import Registry
 from hearth.control.observe.views import ModelView, UpstreamView
 from hearth.core.config import HearthConfig, ModelConfig, ServiceConfig
 from hearth.core.errors import HearthError
 
 if TYPE_CHECKING:
-    from hearth.control.deploy.deploy import DeployProgress
+    from hearth.control.deploy.deploy import DeployOrder, DeployProgress
 
 
 def names(data_dir: Path) -> list[str]:
@@ -30,7 +32,8 @@ def views(data_dir: Path) -> list[ModelView]:
         return []
     with Registry(DataDir.open(data_dir)) as registry:
         catalog = _catalog(registry)
-        return [catalog.view(entry) for entry in (*catalog.entries(), *catalog.adapters())]
+        entries = [*catalog.entries(), *catalog.adapters(), *catalog.presets()]
+        return [catalog.view(entry) for entry in entries]
 
 
 def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
@@ -41,6 +44,11 @@ def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
         entry = catalog.find(name)
         view = catalog.view(entry)
     return replace(view, upstream=_looked(entry.adapter or entry.deployed)) if look else view
+
+
+def base_of(data_dir: Path, view: ModelView) -> ModelView:
+    assert view.base is not None, f"a model: {view.name}"
+    return find(data_dir, view.base)
 
 
 def _looked(deployed: Deployed | DeployedAdapter) -> UpstreamView | None:
@@ -59,10 +67,10 @@ def _looked(deployed: Deployed | DeployedAdapter) -> UpstreamView | None:
 
 
 def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[str]:
-    deployed: list[Deployed | DeployedAdapter] = []
+    deployed: list[Deployed | DeployedAdapter | DeployedPreset] = []
     if DataDir(data_dir).has_registry:
         with Registry(DataDir.open(data_dir)) as registry:
-            deployed = [*registry.all(), *registry.adapters()]
+            deployed = [*registry.all(), *registry.adapters(), *registry.presets()]
     return [
         f"the settings in [models.{name}] are unused, no model of that name is deployed: {hint}"
         for name, hint in Names(deployed, configs).waiting().items()
@@ -81,32 +89,28 @@ def remove(data_dir: Path, name: str, *, with_adapters: bool = False) -> None:
         collect_snapshots(opened, registry)
 
 
-def deploy(
-    source: str,
-    name: str | None,
-    dtype: str,
-    quant: str,
-    overwrite: bool,
-    data_dir: Path,
-    base: str | None = None,
-    labels: Sequence[str] = (),
-) -> Iterator[DeployProgress | ModelView]:
+def deploy(order: DeployOrder, data_dir: Path) -> Iterator[DeployProgress | ModelView]:
     """Yield progress, and last the model. Closing the generator early cancels the deployment."""
-    from hearth.control.deploy.deploy import DeployDone, DeployOrder, deploying_here, register
+    from hearth.control.deploy.deploy import DeployDone, deploying_here, register
     from hearth.node.devices import resolve
 
     opened = DataDir.open(data_dir)
-    kind = resolve(ServiceConfig()).kind
-    order = DeployOrder(source, name, dtype, quant, kind, overwrite, base, labels=tuple(labels))
+    order = replace(order, kind=resolve(ServiceConfig()).kind)
     with Registry(opened) as registry, closing(deploying_here(order, opened)) as events:
         for event in events:
             if isinstance(event, DeployDone):
-                registered = register(event.deployed, overwrite, registry, opened)
+                registered = register(event.deployed, order.overwrite, registry, opened)
                 catalog = _catalog(registry)
                 view = catalog.view(catalog.find(event.deployed.name))
                 yield replace(view, warning=registered.warning)
             else:
                 yield event
+
+
+def put_preset(data_dir: Path, name: str, base: str, preset: Preset) -> None:
+    base = find(data_dir, base).name
+    with Registry(DataDir.open(data_dir)) as registry:
+        registry.put_preset(name, base, preset, time.time())
 
 
 def _catalog(registry: Registry) -> Catalog:

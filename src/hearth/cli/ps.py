@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -30,6 +35,8 @@ from hearth.control.observe.views import PoolView, ProcessView, ResidentAdapterV
 from hearth.core.errors import DataDirError
 from hearth.core.types import LOCAL
 
+#: The time between two views of `hearth ps --watch`.
+WATCH_S = 2.0
 #: Adapters of a model with a line of their own; the others share one.
 MAX_ADAPTERS = 8
 
@@ -37,6 +44,9 @@ MAX_ADAPTERS = 8
 @app.command(rich_help_panel="Service")
 def ps(
     context: typer.Context,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help=f"Show it again every {WATCH_S:g} s, until Ctrl-C.")
+    ] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -54,14 +64,20 @@ def ps(
 
       hearth ps
 
-      hearth ps --json
+      hearth ps --watch
     """
     with reached(context, url, api_key, data_dir) as client:
-        view = client.ps()
-    if as_json:
-        typer.echo(msgspec.json.encode(view))
-    else:
-        _print_processes(view)
+        while True:
+            view = client.ps()
+            if as_json:
+                typer.echo(msgspec.json.encode(view))
+            else:
+                if watch:
+                    out.clear()
+                _print_processes(view)
+            if not watch:
+                return
+            time.sleep(WATCH_S)
 
 
 @app.command(rich_help_panel="Service")
@@ -98,29 +114,61 @@ def logs(
     access: Annotated[
         bool, typer.Option("--access", help="Print the access log, one line per request.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
     """Print the log of the service on this machine.
 
-    It includes the logs of workers. Prompts and answers are never logged.
+    It includes the logs of workers. Prompts and answers are never logged. With --json a line becomes an
+    object with time, level, logger, event, fields and text; a line of a traceback has text alone.
 
     [bold]Examples[/bold]
 
       hearth logs -n 20
 
       hearth logs -f
+
+      hearth logs -f --json | jq 'select(.level == "ERROR")'
     """
     path = DataDir(data_dir).access_log_path if access else DataDir(data_dir).log_path
     if not path.exists():
         raise DataDirError(f"no log at `{path}`; `hearth serve` writes it: pass its `--data-dir`")
-    if follow:  # tail handles rotation
-        os.execvp("tail", ["tail", "-n", str(num_lines), "-F", str(path)])
+    tail = ["tail", "-n", str(num_lines), "-F", str(path)]  # handles rotation
+    if follow and not as_json:
+        os.execvp("tail", tail)
+    for line in _followed(tail) if follow else _last_lines(path, num_lines):
+        typer.echo(msgspec.json.encode(_parsed(line)) if as_json else line.removesuffix("\n"))
+
+
+def _followed(tail: list[str]) -> Iterator[str]:
+    with subprocess.Popen(tail, stdout=subprocess.PIPE, encoding="utf-8", errors="replace") as process:
+        assert process.stdout is not None, "asked for as a pipe"
+        yield from process.stdout
+
+
+def _last_lines(path: Path, num_lines: int) -> Iterator[str]:
     last: deque[str] = deque(maxlen=num_lines)
     for part in (rotated_path(path), path):
         with suppress(FileNotFoundError), part.open(encoding="utf-8", errors="replace") as lines:
             last.extend(lines)
-    for line in last:
-        typer.echo(line, nl=False)
+    yield from last
+
+
+#: A line as `console.LOG_FORMAT` writes it, and a field of its message.
+_LINE = re.compile(
+    r"(?P<time>\S+ \S+) (?P<level>[A-Z]+) (?P<logger>[\w.]+) (?P<event>[\w.]+)(?P<fields>( .*)?)"
+)
+_FIELD = re.compile(r"(\w+)=(?:`([^`]*)`|(\S*))")
+
+
+def _parsed(line: str) -> dict[str, object] | msgspec.Raw:
+    line = line.removesuffix("\n")
+    if line.startswith("{"):  # the access log is JSON if `service.access_log` says so
+        return msgspec.Raw(line.encode())
+    if (match := _LINE.fullmatch(line)) is None:
+        return {"text": line}
+    fields = {name: quoted or plain for name, quoted, plain in _FIELD.findall(match["fields"])}
+    return {**match.groupdict(), "fields": fields, "text": line}
 
 
 def _fate(view: UnloadView) -> str:

@@ -1,17 +1,18 @@
-"""`hearth run`: one prompt, its answer streamed."""
+"""`hearth run`: one prompt, its answer streamed, or a conversation."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from hearth.cli.answerer import Answerer, LocalOptions, answerer_of, shown_reasoning
+from hearth.cli.chat import PROMPTED, USUAL, MaxTokens, Seed, Temperature, converse
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     SPELLED_DTYPES,
@@ -28,6 +29,8 @@ from hearth.cli.console import (
 )
 from hearth.cli.endpoint import service_flags
 from hearth.cli.tab_completion import complete_model
+from hearth.control.deploy.preset import Preset
+from hearth.core.errors import ConfigError
 from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,14 +50,21 @@ NameOrPlace = Annotated[
 def run(
     context: typer.Context,
     model: NameOrPlace,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt; - reads standard input.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PROMPT]",
+            help="Prompt; - reads standard input. Without one: a conversation, or what a pipe says.",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[Device, typer.Option(help="auto: a GPU if there is one.")] = Device.AUTO,
     dtype: Annotated[
         Dtype, typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: fits model and device.")
     ] = Dtype.AUTO,
-    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of the answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.7,
-    seed: Annotated[int | None, typer.Option(help="Makes the answer reproducible.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT without a chat template.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
@@ -63,10 +73,11 @@ def run(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Send a prompt to a model and stream its answer.
+    """Send a prompt to a model and stream its answer, or talk with it.
 
     Uses the running service for a deployed model. Without a service, and for a path or URL, the model is
-    loaded in this process. The model's chat template is applied if there is one, unless --raw is given.
+    loaded in this process. hf:ORG/NAME is deployed first, after a question. The model's chat template is
+    applied if there is one, unless --raw is given. At a terminal and without PROMPT, it is `hearth chat`.
 
     [bold]Examples[/bold]
 
@@ -74,15 +85,23 @@ def run(
 
       hearth run ./llama --raw --temperature 0 "Once upon a time"
 
-      cat notes.txt | hearth run ./qwen - --set engine.kv_bytes=4GiB
+      cat notes.txt | hearth run ./qwen --set engine.kv_bytes=4GiB
 
       hearth run s3://models/qwen-7b "Hello" --set store.disk_bytes=100GiB
     """
-    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    is_conversation = prompt is None and sys.stdin.isatty()
+    usual = USUAL if is_conversation else replace(USUAL, max_tokens=PROMPTED)
+    given = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
+    Preset().params(usual, **given)  # refuses a wrong one before anything is loaded
     options = LocalOptions(device.value, dtype.value, config, settings)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read() if prompt in (None, "-") and not is_conversation else prompt
+    if text == "":
+        raise ConfigError("no prompt: standard input is empty; give one as an argument or by a pipe")
     started_s = time.perf_counter()
     with answerer_of(context, model, url, api_key, data_dir, options) as answerer:
+        params = answerer.preset.params(usual, **given)
+        if text is None:
+            return converse(answerer, params)
         start_s = time.perf_counter() - started_s
         answer = _answer(
             answerer, text, params, is_chat=answerer.has_chat_template and not raw, quiet=as_json

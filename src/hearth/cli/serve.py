@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hearth.cli.console import ConfigFile, Device, Settings, app, format_origins, log_to_terminal, resolved
+from hearth.core.config import HearthConfig, ModelConfig
+from hearth.core.errors import UnknownModel
 
 log = logging.getLogger(__name__)
 
@@ -16,6 +19,14 @@ log = logging.getLogger(__name__)
 @app.command(rich_help_panel="Service")
 def serve(
     context: typer.Context,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SOURCE]...",
+            help="Models to deploy first, as by `hearth deploy SOURCE`, unless they are.",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; beyond localhost, API keys are required.")
     ] = None,
@@ -65,16 +76,19 @@ def serve(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Serve all deployed models behind one endpoint that speaks the APIs of OpenAI, Anthropic and Ollama.
+    """Serve the deployed models over HTTP.
 
-    Models are loaded on request and evicted when they are idle and others need the memory. Ctrl-C or SIGTERM
-    stops the service after running requests have finished. Every setting can be given by --set, in the
-    --config file or as an environment variable: service.port is HEARTH_SERVICE_PORT. `hearth config` lists
-    them.
+    One endpoint speaks the APIs of OpenAI, Anthropic and Ollama. Models are loaded on request and evicted
+    when they are idle and others need the memory. Ctrl-C or SIGTERM stops the service after running requests
+    have finished. Each SOURCE is like `source` in [models.NAME]: it is deployed while the service starts,
+    unless it is already. Every setting can be given by --set, in the --config file or as an environment
+    variable: service.port is HEARTH_SERVICE_PORT. `hearth config` lists them.
 
     [bold]Examples[/bold]
 
       hearth serve
+
+      hearth serve hf:Qwen/Qwen3-0.6B --set models.qwen3-0.6b.context=4096
 
       hearth serve --device cpu --workers 2 --memory 1GiB
 
@@ -84,7 +98,7 @@ def serve(
 
       hearth serve --cluster ray
     """
-    flags = {
+    flags: dict[str, object | None] = {
         "service.host": host,
         "service.port": port,
         "service.workers": workers,
@@ -99,6 +113,9 @@ def serve(
         "cluster.manager": cluster,
     }
     configuration = resolved(config, settings, flags)
+    for source in sources or ():
+        flags |= _declared(source, configuration.config)
+    configuration = resolved(config, settings, flags)
     configuration.print_notes()
     log_to_terminal(configuration.config)
     if configuration.origins:
@@ -106,3 +123,22 @@ def serve(
     from hearth.cli.server import run_service
 
     run_service(configuration.config, template=context.obj)
+
+
+def _declared(source: str, config: HearthConfig) -> dict[str, object]:
+    """Return the settings that deploy a source, none for the name of a deployed model.
+
+    A repository of the Hub can be asked for by its whole name, too, as users of vLLM do.
+    """
+    from hearth.cli import local_models
+    from hearth.cli.deploy import absolute_source
+    from hearth.control.deploy.sources import HubSource, default_name, parse_source
+
+    with suppress(UnknownModel):
+        local_models.find(Path(config.service.data_dir).expanduser(), source)
+        return {}
+    parsed = parse_source(absolute_source(source, is_elsewhere=False))
+    name = default_name(parsed)
+    known = config.models.get(name, ModelConfig())
+    aliases = {*known.aliases, *([parsed.repo_id] if isinstance(parsed, HubSource) else [])}
+    return {f"models.{name}.source": parsed.text, f"models.{name}.aliases": sorted(aliases)}

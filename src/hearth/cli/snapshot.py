@@ -62,7 +62,7 @@ snapshot_app = typer.Typer(cls=MakingGroup, no_args_is_help=True, rich_markup_mo
 app.add_typer(
     snapshot_app,
     name="snapshot",
-    help="Make starts of a model faster: hearth snapshot NAME. Also ls, rm and verify.",
+    help="Make later starts of a model faster; also ls, rm and verify.",
     rich_help_panel="Models",
 )
 
@@ -239,7 +239,7 @@ class _LocalSnapshots:
 
     @staticmethod
     def of(data_dir: Path) -> _LocalSnapshots:
-        names = {one.digest: one.name for one in local_models.views(data_dir)}
+        names = {one.digest: one.name for one in local_models.views(data_dir) if one.preset is None}
         return _LocalSnapshots(SnapshotDirectory.find(DataDir(data_dir).snapshots_path), names)
 
     def found(self, digest: str | None = None) -> list[_Found]:
@@ -273,7 +273,9 @@ def _graphs(found: _Found) -> str:
 
 def _digest_of(data_dir: Path, name: str) -> str:
     view = local_models.find(data_dir, name)
-    return view.digest if view.base is None else local_models.find(data_dir, view.base).digest
+    while view.base is not None:
+        view = local_models.base_of(data_dir, view)
+    return view.digest
 
 
 def cost_profile(data_dir: Path, name: str) -> MeasuredProfile:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from hearth.control.deploy.catalog import CatalogEntry
 from hearth.control.deploy.deploy import DeployOrder, DeployProgress
 from hearth.control.deploy.deployments import Deployments
+from hearth.control.deploy.preset import Preset
 from hearth.control.driver import Driver
 from hearth.control.keeper_reports import KeeperReports
 from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
@@ -27,7 +28,7 @@ from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.service_views import ServiceViews
 from hearth.control.observe.timeline import Timeline
-from hearth.control.observe.views import SnapshotView, UnloadView
+from hearth.control.observe.views import ModelView, SnapshotView, UnloadView
 from hearth.control.requests.active_request import ActiveRequest
 from hearth.control.requests.caller import Caller
 from hearth.control.requests.correlation import UNNAMED, Correlation
@@ -199,35 +200,19 @@ class Gateway:
 
     # Changes to models.
 
-    async def deploy(
-        self,
-        source: str,
-        name: str | None,
-        dtype: str,
-        quant: str,
-        overwrite: bool,
-        base: str | None = None,
-        *,
-        labels: Sequence[str] = (),
-        is_adapter: bool = False,
-    ) -> AsyncGenerator[dict[str, object], None]:
-        """Yield progress, and last the model. Closing the generator cancels. `is_adapter`: refuse a model."""
-        order = DeployOrder(
-            source=source,
-            name=name,
-            dtype=dtype,
-            quant=quant,
-            overwrite=overwrite,
-            base=base,
-            is_adapter=is_adapter,
-            labels=tuple(labels),
-        )
+    async def deploy(self, order: DeployOrder) -> AsyncGenerator[dict[str, object], None]:
+        """Yield progress, and last the model. Closing the generator cancels."""
         async with aclosing(self.deployments.deploy(order)) as progress:
             async for event in progress:
                 if isinstance(event, DeployProgress):
                     yield {"event": "progress", **asdict(event)}
                 else:
                     yield {"event": "done", "model": event}
+
+    async def put_preset(self, name: str, base: str, preset: Preset) -> ModelView:
+        """Make or replace a preset of a model, an adapter or a preset. Raises HearthError."""
+        await asyncio.to_thread(preset.check)
+        return self.deployments.put_preset(name, base, preset)
 
     async def make_snapshot(self, name: str, caller: Caller) -> AsyncGenerator[dict[str, object], None]:
         """Load the model by a request; yield progress, and last the result. Raises HearthError."""

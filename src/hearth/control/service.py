@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.catalog import Catalog
+from hearth.control.deploy.declared import DeclaredModels
 from hearth.control.deploy.deploy import clear_snapshots, collect, collect_snapshots
 from hearth.control.deploy.deployments import Deployments
 from hearth.control.deploy.registry import LOOP_WAIT_S, Registry
@@ -215,12 +216,15 @@ async def running(
                 driver.add_sink(ray_process.observe)
         stack.push_async_callback(reports.close)
         driver.add_sink(reports.observe)
+        declared = DeclaredModels(deployments, config.models)
+        deploying = asyncio.create_task(declared.deploy())
+        stack.push_async_callback(_cancelled, deploying)
         keys = keys_of(service, data_dir)
         usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
         stack.push_async_callback(usage.close)
         noting = [
             one
-            for one in (usage, journal, process_log, access_log, tracing, template, reports)
+            for one in (usage, journal, process_log, access_log, tracing, template, reports, declared)
             if one is not None
         ]
         views = ServiceViews(
@@ -255,6 +259,11 @@ async def running(
             exchange_sinks=exchange_sinks,
         )
         observer.close()
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _while_loading_of(gain_s: float | None) -> WhileLoading | None:

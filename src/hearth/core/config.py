@@ -240,6 +240,9 @@ def address_of(host: str, port: int) -> str:
 class ModelConfig:
     """The settings of one deployed model, in a table of its own: [models.NAME]."""
 
+    #: what to deploy under this name when the service starts, unless it is deployed from there already:
+    #: "hf:ORG/NAME", a path or a URL; None: the model is deployed by `hearth deploy`
+    source: str | None = None
     aliases: tuple[str, ...] = ()  #: other names of the model
     #: context length in tokens, prompt and answer together; None: the model's own
     context: Annotated[int | None, Limits(2)] = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from hearth.core.errors import BadPrompt, BadTokenizer, HearthError
 from hearth.core.model_files import MAX_TOKENIZER_BYTES, read_text
-from hearth.text.chat_template import RENDER_S, ChatTemplate, Json, Message
+from hearth.text.chat_template import DEFAULT, RENDER_S, ChatTemplate, Json, Message
 from hearth.text.token_spelling import SpelledTokens, fallback_byte, spelling_of
 from hearth.text.tokenizer_settings import MAX_TOKEN_ID, ListedToken, Settings, read_settings
 
@@ -40,6 +40,7 @@ class Tokenizer:
     _vocabulary: Vocabulary = field(repr=False)  #: keeps it alive for other models
     _backend: Backend = field(repr=False)
     _chat_template: ChatTemplate | None
+    _special_tokens: Mapping[str, str]  #: by role, for templates
     eos_ids: frozenset[int]  #: of all files of the model
     special_ids: frozenset[int]  #: what `decode` skips
     #: None: the text of a token depends on its neighbours
@@ -55,6 +56,7 @@ class Tokenizer:
             _vocabulary=vocabulary,
             _backend=backend,
             _chat_template=settings.chat_template,
+            _special_tokens=settings.special_tokens,
             eos_ids=frozenset([*_role_ids("eos_token", backend, settings), *settings.eos_ids]),
             special_ids=vocabulary.special_ids,
             spelled=vocabulary.spelled,
@@ -72,6 +74,10 @@ class Tokenizer:
             )
         if self._chat_template is not None:
             self._chat_template.check()
+
+    def with_template(self, source: str) -> Tokenizer:
+        """Return the tokenizer with another chat template, in Jinja."""
+        return replace(self, _chat_template=ChatTemplate({DEFAULT: source}, self._special_tokens, "a preset"))
 
     @property
     def vocab_size(self) -> int:

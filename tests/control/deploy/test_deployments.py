@@ -19,6 +19,7 @@ from hearth.control.deploy.deploy import DeployOrder, register, remove_files
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter, ModelLocation
 from hearth.control.deploy.deployer import carry_out
 from hearth.control.deploy.deployments import Deployments
+from hearth.control.deploy.preset import Preset
 from hearth.control.deploy.registry import Registry
 from hearth.control.driver import Driver
 from hearth.control.journal import Journal
@@ -26,9 +27,9 @@ from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.views import ModelView, UpstreamView
-from hearth.control.requests.caller import OPERATOR
+from hearth.control.requests.caller import OPERATOR, KeyTerms
 from hearth.control.snapshots import Snapshots
-from hearth.core.config import HearthConfig, ModelConfig
+from hearth.core.config import EngineConfig, HearthConfig, ModelConfig
 from hearth.core.errors import ConfigError, HasAdapters, NameTaken, RequestError, StoreError, UnknownModel
 from hearth.core.messages import AdapterOrder
 from hearth.core.types import AdapterId, Digest, ModelId, WorkerId
@@ -556,3 +557,43 @@ def test_an_adapter_goes_alone_by_its_alias(data_dir: DataDir, checkpoint: Path,
         assert rig.brain_knows() == {"tiny"}
 
     with_shop(data_dir, scene, {"shop": ModelConfig(aliases=("clerk",))})
+
+
+def test_a_preset_is_its_base_to_the_brain_and_a_name_of_its_own_to_keys(
+    data_dir: DataDir, converted: Path
+) -> None:
+    made(data_dir, converted, "tiny")
+
+    async def scene(rig: DeploymentsRig) -> None:
+        view = rig.deployments.put_preset("pirate", "tiny", Preset(system="Arr."))
+        assert (view.name, view.base, view.preset) == ("pirate", "tiny", Preset(system="Arr."))
+        assert rig.brain_knows() == {"tiny"}
+        entry = rig.deployments.find("pirate:latest")
+        assert (entry.name, entry.deployed.name, entry.profile.model) == ("pirate", "tiny", "tiny")
+        assert [one.name for one in rig.deployments.models(OPERATOR)] == ["tiny", "pirate"]
+        only = replace(OPERATOR, terms=KeyTerms(models=("pirate",)))
+        assert [one.name for one in rig.deployments.models(only)] == ["pirate"]
+        with pytest.raises(UnknownModel):
+            rig.deployments.find_for("tiny", only)
+        await rig.deployments.remove("pirate")
+        assert rig.brain_knows() == {"tiny"}
+        with pytest.raises(UnknownModel):
+            rig.deployments.find("pirate")
+
+    with_shop(data_dir, scene)
+
+
+def test_a_preset_may_have_aliases_and_no_other_settings(data_dir: DataDir, converted: Path) -> None:
+    made(data_dir, converted, "tiny")
+    with Registry(data_dir) as registry:
+        registry.put_preset("pirate", "tiny", Preset(), 1.0)
+
+    async def scene(rig: DeploymentsRig) -> None:
+        assert rig.deployments.find("captain").name == "pirate"
+
+    with_shop(data_dir, scene, {"pirate": ModelConfig(aliases=("captain",))})
+    with (
+        Registry(data_dir) as registry,
+        pytest.raises(ConfigError, match="sets pinned, but `pirate` is a preset: only aliases can"),
+    ):
+        Catalog(registry, {"pirate": ModelConfig(pinned=True)}, EngineConfig(), 300.0)

@@ -283,3 +283,12 @@ def test_a_request_that_ends_or_loses_its_worker_while_paused_is_paused_no_longe
         (1.0, 2.0),
         (4.0, 5.0),
     ]
+
+
+def test_the_last_request_is_the_last_that_the_caller_may_see() -> None:
+    timelines, mine = Timelines(), Caller("ann", "user", GroupId("ann's"))
+    assert timelines.find("last", OPERATOR) is None
+    for request_id, group in (("r0", mine.group), ("r1", mine.group), ("r2", ANYBODY.group)):
+        timelines.add(Timeline(RequestId(request_id), "m", 1.0, 1.0, 1, group=group))
+    found = [timelines.find("last", caller) for caller in (OPERATOR, mine)]
+    assert [one.request_id for one in found if one is not None] == ["r2", "r1"]

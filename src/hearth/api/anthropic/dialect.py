@@ -60,8 +60,8 @@ class MessageEvents:
         self._is_split = spec.is_split
         self._num_blocks = 0  #: including an open one
         self._num_calls = 0
-        self._before = b""  #: prefix of a text event of the open block; empty: no block of text is open
-        self._is_thinking = False  #: a block of thinking is open
+        self._before = b""  #: prefix of a text event of the open block; empty: no block is open
+        self._is_thinking = False  #: the open block is of thinking
         self._last: TokenDelta | None = None  #: the token that ended the answer
 
     def first(self, echoes: Sequence[str]) -> bytes:
@@ -78,7 +78,7 @@ class MessageEvents:
         events: list[bytes] = []
         for delta in deltas:
             if delta.text:
-                events += (self._before or self._begin_text(), encode(delta.text), b"}}\n\n")
+                events += (self._before or self._begin(), encode(delta.text), b"}}\n\n")
         return b"".join(events)
 
     def last(self, usage: TokenUsage) -> bytes:
@@ -94,33 +94,29 @@ class MessageEvents:
 
     def _part(self, part: Part) -> bytes:
         if isinstance(part, Thought):
-            return self._thinking(part.text)
+            return self._text(part.text, is_thinking=True)
         return self._call(part) if isinstance(part, ToolCall) else self._text(part)
 
-    def _thinking(self, text: str) -> bytes:
-        begun = b""
-        if not self._is_thinking:
-            block = {"index": self._num_blocks, "content_block": thinking_block("", is_whole=False)}
-            begun, self._is_thinking = _event("content_block_start", block), True
-            self._num_blocks += 1
-        delta = {"type": "thinking_delta", "thinking": text}
-        return begun + _event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})
+    def _text(self, text: str, *, is_thinking: bool = False) -> bytes:
+        if not text:
+            return b""
+        before = self._before if is_thinking is self._is_thinking else b""
+        return b"".join((before or self._begin(is_thinking=is_thinking), encode(text), b"}}\n\n"))
 
-    def _text(self, text: str) -> bytes:
-        return b"".join((self._before or self._begin_text(), encode(text), b"}}\n\n")) if text else b""
-
-    def _begin_text(self) -> bytes:
+    def _begin(self, *, is_thinking: bool = False) -> bytes:
         ended = self._end_block()
         index, self._num_blocks = self._num_blocks, self._num_blocks + 1
+        name = b"thinking" if is_thinking else b"text"
+        self._is_thinking = is_thinking
         self._before = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
-            b'"delta":{"type":"text_delta","text":' % index
+            b'"delta":{"type":"%b_delta","%b":' % (index, name, name)
         )
-        block = {"index": index, "content_block": {"type": "text", "text": ""}}
-        return ended + _event("content_block_start", block) + self._before
+        block = thinking_block("", is_whole=False) if is_thinking else {"type": "text", "text": ""}
+        return ended + _event("content_block_start", {"index": index, "content_block": block}) + self._before
 
     def _end_block(self) -> bytes:
-        if not (self._before or self._is_thinking):
+        if not self._before:
             return b""
         index, signed = self._num_blocks - 1, b""
         if self._is_thinking:

@@ -96,20 +96,16 @@ class ToolResultBlock(Strict):
 
 
 class ThinkingBlock(Strict):
-    type: Literal["thinking"]
-    thinking: Text
+    """Redacted thinking is of another model, encrypted, and is dropped."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: Text = ""
     signature: Text | None = Field(None, description="Accepted and not checked.")
-
-
-class RedactedThinkingBlock(Strict):
-    """Thinking of another model, encrypted: accepted and dropped."""
-
-    type: Literal["redacted_thinking"]
     data: Text | None = None
 
 
 Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock,
     Field(discriminator="type"),
     BeforeValidator(_known_block),
 ]
@@ -152,9 +148,7 @@ class ConversationMessage(Strict):
                         name=name_by_id.get(block.tool_use_id),
                     )
                 case ThinkingBlock():
-                    thoughts.append(block.thinking)
-                case RedactedThinkingBlock():
-                    pass
+                    thoughts += [block.thinking] if block.thinking else []
         if texts or not has_results:
             yield MessageBody(
                 role=self.role,
@@ -165,7 +159,7 @@ class ConversationMessage(Strict):
 
     @property
     def has_redacted_thinking(self) -> bool:
-        return self._has(RedactedThinkingBlock)
+        return any(isinstance(one, ThinkingBlock) and one.type != "thinking" for one in self.content)
 
     @property
     def has_tool_use(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
+import msgspec
 from pydantic import Field
 
 from hearth.api import unread_fields
@@ -27,11 +28,16 @@ from hearth.api.body import (
 )
 from hearth.api.openai.chat import ParsedJson
 from hearth.api.unread_fields import UnsupportedField
+from hearth.control.deploy.preset import Preset
 from hearth.core.config import parse_duration
 from hearth.core.errors import BadSampling, ConfigError
 
 #: Values that mean no seed and no limit.
 _NO_SEED, _NO_LIMIT = -1, (-1, -2)
+
+
+#: The parameters whose defaults are not those of OpenAI's API.
+DEFAULT_SAMPLING: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 
 
 class OllamaOptions(Strict):
@@ -53,16 +59,17 @@ class OllamaOptions(Strict):
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
 
     def fields(self) -> dict[str, object]:
+        """Return the sampling parameters that are given. Raises BadSampling."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if not all(stops or ()):
             raise BadSampling("`options.stop` contains an empty text; remove it")
         if self.num_predict == 0:
             raise BadSampling("`options.num_predict` must be at least 1, or -1 for all that fit, given: 0")
-        return {
+        fields = {
             "max_tokens": None if self.num_predict in _NO_LIMIT else self.num_predict,
-            "temperature": 0.8 if self.temperature is None else self.temperature,
-            "top_k": 40 if self.top_k is None else self.top_k,
-            "top_p": 0.9 if self.top_p is None else self.top_p,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
             "min_p": self.min_p,
             "seed": None if self.seed == _NO_SEED else self.seed,
             "stop": stops,
@@ -70,6 +77,12 @@ class OllamaOptions(Strict):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
         }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def preset_of(options: OllamaOptions, system: str | None, template: str | None) -> Preset:
+    texts = {"system": system or None, "template": template or None}
+    return msgspec.convert(options.fields() | texts, Preset)
 
 
 class OllamaBody(Strict):

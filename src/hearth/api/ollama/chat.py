@@ -10,7 +10,7 @@ from pydantic import Field
 
 from hearth.api import unread_fields
 from hearth.api.body import Strict, Text
-from hearth.api.ollama.body import OllamaBody
+from hearth.api.ollama.body import DEFAULT_SAMPLING, OllamaBody
 from hearth.api.openai.chat import (
     MAX_MESSAGES,
     CalledFunction,
@@ -22,6 +22,12 @@ from hearth.api.openai.chat import (
 )
 from hearth.api.unread_fields import UnsupportedField
 from hearth.core.errors import BadPrompt
+
+
+class InnerChatBody(ChatBody):
+    """A chat with Ollama's defaults."""
+
+    default_sampling: ClassVar[Mapping[str, float]] = DEFAULT_SAMPLING
 
 
 class OllamaFunction(Strict):
@@ -81,7 +87,7 @@ class OllamaChatBody(OllamaBody):
             "continue_final_message": is_begun or None,
             **self.thinking_fields(),
         }
-        return ChatBody.model_validate(self.inner_fields() | fields)
+        return InnerChatBody.model_validate(self.inner_fields() | fields)
 
 
 def _call(call: OllamaCall, where: str) -> CalledTool:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
 
 from hearth.api.body import Text, TokenId
 from hearth.api.json_body import MAX_VALUES
-from hearth.api.ollama.body import OllamaBody
+from hearth.api.ollama.body import DEFAULT_SAMPLING, OllamaBody
+from hearth.api.ollama.chat import InnerChatBody
 from hearth.api.openai.chat import ChatBody, MessageBody
 from hearth.api.openai.completion import CompletionBody
 from hearth.core.errors import BadPrompt
 
 
 class UnlimitedCompletionBody(CompletionBody):
-    """A completion whose default limit is the context."""
+    """A completion with Ollama's defaults, up to the end of the context."""
 
     default_max_tokens: ClassVar[int | None] = None
+    default_sampling: ClassVar[Mapping[str, float]] = DEFAULT_SAMPLING
 
 
 class GenerateBody(OllamaBody):
@@ -41,7 +44,7 @@ class GenerateBody(OllamaBody):
         system = [MessageBody(role="system", content=self.system)] if self.system else []
         messages = [*system, MessageBody(role="user", content=self.prompt)]
         fields = {"messages": messages, **self.thinking_fields()}
-        return ChatBody.model_validate(self.inner_fields() | fields)
+        return InnerChatBody.model_validate(self.inner_fields() | fields)
 
     def raw_body(self) -> CompletionBody:
         if self.raw and (self.system or self.context):

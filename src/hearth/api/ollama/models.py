@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 
 from hearth.control.deploy.names import LATEST
+from hearth.control.deploy.preset import Preset
 from hearth.control.observe.views import ModelView, ResidentView
 from hearth.text.reasoning import marks_in
 from hearth.text.tool_calls import tool_format
@@ -49,13 +51,14 @@ def resident_object(resident: ResidentView, view: ModelView, on_device: bool) ->
 
 
 def show_object(view: ModelView, template: str | None) -> dict[str, object]:
-    family = view.family or _UNKNOWN
+    family, preset = view.family or _UNKNOWN, view.preset or Preset()
     tools = ["tools"] if tool_format(template) is not None else []
     thinking = ["thinking"] if marks_in(template) is not None else []
     capabilities = ["completion", *tools, *thinking, "embedding"]
     return {
         "modelfile": _modelfile(view),
-        "parameters": f"num_ctx {view.max_context}",
+        "parameters": "\n".join([f"num_ctx {view.max_context}", *_parameters(preset)]),
+        **({} if preset.system is None else {"system": preset.system}),
         "template": template or "{{ prompt }}",
         "details": details(view),
         "model_info": {
@@ -69,8 +72,24 @@ def show_object(view: ModelView, template: str | None) -> dict[str, object]:
 
 
 def _modelfile(view: ModelView) -> str:
-    words = f"FROM {view.source}" if view.base is None else f"FROM {view.base}\nADAPTER {view.source}"
-    return f"# deployed with Hearth\n{words}\n"
+    lines = [f"FROM {view.base or view.source}"]
+    if view.is_adapter:
+        lines.append(f"ADAPTER {view.source}")
+    if (preset := view.preset) is not None:
+        lines += [f"PARAMETER {parameter}" for parameter in _parameters(preset)]
+        texts = {"SYSTEM": preset.system, "TEMPLATE": preset.template}
+        lines += [f'{word} """{text}"""' for word, text in texts.items() if text is not None]
+    return "\n".join(["# deployed with Hearth", *lines, ""])
+
+
+#: Ollama's names of sampling parameters that differ from those of vLLM.
+_PARAMETERS = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
+
+
+def _parameters(preset: Preset) -> list[str]:
+    pairs = [(name, value) for name, value in preset.sampling.items() if name != "stop"]
+    pairs += [("stop", json.dumps(stop, ensure_ascii=False)) for stop in preset.stop or ()]
+    return [f"{_PARAMETERS.get(name, name)} {value}" for name, value in pairs]
 
 
 def details(view: ModelView) -> dict[str, object]:

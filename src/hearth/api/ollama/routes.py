@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from hearth.api.answer import NDJSON_TYPE
 from hearth.api.answers import PLAIN_TEXT, Answers
 from hearth.api.errors import ErrorBody, error_responses
-from hearth.api.guard import COPY_PATH, DELETE_PATH, caller_of
+from hearth.api.guard import COPY_PATH, CREATE_PATH, DELETE_PATH, caller_of
 from hearth.api.json_body import CurlRoute, off_loop_if_large
 from hearth.api.json_response import as_json
 from hearth.api.ollama.chat import OllamaChatBody
@@ -27,10 +27,18 @@ from hearth.api.ollama.dialect import (
 from hearth.api.ollama.embed import EmbedBody, EmbedDialect, LegacyEmbedBody, LegacyEmbedDialect
 from hearth.api.ollama.generate import GenerateBody
 from hearth.api.ollama.models import resident_object, show_object, tag_object
-from hearth.api.ollama.store import CopyBody, NamedModelBody, PullBody, copy, hub_source, no_pull, pulling
+from hearth.api.ollama.store import (
+    CopyBody,
+    CreateBody,
+    NamedModelBody,
+    PullBody,
+    hub_source,
+    pulling,
+)
 from hearth.api.openai.completion import CompletionBody
 from hearth.api.progress import ProgressResponse
 from hearth.control.deploy.names import LATEST
+from hearth.control.deploy.preset import Preset
 from hearth.control.observe.views import Explanation
 from hearth.core.errors import BadSampling, Forbidden, UnknownModel
 from hearth.core.version import hearth_version
@@ -137,10 +145,9 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
     @routes.post("/api/pull", summary="Deploy a model of the Hugging Face Hub", responses=_STREAM_OR_JSON)
     async def pull(body: PullBody, request: Request) -> Response:
         """A deployed model is not downloaded again. Others need the role `admin`: `hf.co/ORG/NAME`."""
-        caller = caller_of(request)
+        caller, source = caller_of(request), None
         try:
             gateway.deployments.model(body.meant, caller)
-            events = no_pull()
         except UnknownModel:
             source = hub_source(body.meant)
             if not caller.has_role("admin"):
@@ -148,22 +155,26 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
                     f"`{body.meant:.80}` is not deployed, and to deploy `{source:.80}` needs a key with the "
                     "role `admin`"
                 ) from None
-            events = pulling(gateway, body.meant)
-        is_whole = body.stream is False
+        events, is_whole = pulling(gateway, body.meant, source), body.stream is False
         return ProgressResponse(events, heartbeat_s, result=None, is_whole=is_whole, has_lines=True)
 
-    @routes.post(COPY_PATH, summary="Deploy a model under another name, too")
-    async def copy_model(body: CopyBody, request: Request) -> Response:
-        """Requires the role `admin`. The copy shares the files of its source, but no device memory."""
-        view = gateway.deployments.model(body.source, caller_of(request))
-        await copy(gateway, view, body.destination.removesuffix(LATEST))
+    @routes.post(COPY_PATH, summary="Give a deployed model another name, too")
+    async def copy(body: CopyBody) -> Response:
+        """Requires the role `admin`. The copy is a preset: it shares the weights of its source."""
+        await gateway.put_preset(body.destination.removesuffix(LATEST), body.source, Preset())
         return Response()
 
-    @routes.delete(DELETE_PATH, summary="Remove a model or an adapter")
+    @routes.delete(DELETE_PATH, summary="Remove a model, an adapter or a preset")
     async def delete_model(body: NamedModelBody, request: Request) -> Response:
         """Requires the role `admin`."""
         await gateway.deployments.remove(gateway.deployments.model(body.meant, caller_of(request)).name)
         return Response()
+
+    @routes.post(CREATE_PATH, summary="Make a preset of a deployed model")
+    async def create(body: CreateBody) -> Response:
+        """Requires the role `admin`. `FROM`, `SYSTEM`, `TEMPLATE` and `PARAMETER` of a Modelfile."""
+        await gateway.put_preset(body.meant.removesuffix(LATEST), body.from_, body.preset())
+        return as_json({"status": "success"})
 
     def refuse(path: str, method: str, instead: str) -> None:
         async def refused() -> Response:
@@ -171,7 +182,6 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
 
         routes.add_api_route(path, refused, methods=[method], summary=f"Refused: use {instead}")
 
-    refuse("/api/create", "POST", "`hearth deploy SOURCE --name NAME`")
     refuse("/api/push", "POST", "`hearth convert`, and upload its output")
 
     async def check_thinking(body: OllamaChatBody | GenerateBody, request: Request) -> None:

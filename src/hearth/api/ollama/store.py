@@ -1,18 +1,22 @@
-"""Pulling, copying and deleting models as Ollama's API does, by deploying and removing them."""
+"""The bodies of Ollama's routes that change models, and pulling by deploying."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from hearth.api.body import ModelName, Strict
+from hearth.api import unread_fields
+from hearth.api.body import ModelName, Strict, Text
+from hearth.api.ollama.body import OllamaOptions, preset_of
+from hearth.api.unread_fields import UnsupportedField
+from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.names import LATEST
-from hearth.control.observe.views import ModelView
+from hearth.control.deploy.preset import Preset
 from hearth.core.errors import RequestError, UnknownModel
 
 if TYPE_CHECKING:
@@ -40,8 +44,23 @@ class PullBody(NamedModelBody):
 
 
 class CopyBody(Strict):
-    source: ModelName = Field(description="Name or alias of a deployed model.")
+    source: ModelName = Field(description="Name or alias of a deployed model, adapter or preset.")
     destination: ModelName = Field(description="The name of the copy.")
+
+
+class CreateBody(NamedModelBody):
+    """A preset, as `hearth create` makes it. What would need files of the client is refused."""
+
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA_CREATE
+
+    from_: ModelName = Field(alias="from", description="Name of a deployed model, adapter or preset.")
+    system: Text | None = None
+    template: Text | None = Field(None, description="In Jinja, not Go's; default: that of the model.")
+    parameters: OllamaOptions | None = Field(None, description="Defaults of `options`.")
+    stream: bool | None = None
+
+    def preset(self) -> Preset:
+        return preset_of(self.parameters or OllamaOptions.model_validate({}), self.system, self.template)
 
 
 def hub_source(name: str) -> str:
@@ -55,29 +74,17 @@ def hub_source(name: str) -> str:
     return f"hf:{match[1]}"
 
 
-async def no_pull() -> AsyncGenerator[dict[str, object], None]:
-    """Yield what Ollama does for a model that is there already."""
-    yield {"status": "pulling manifest"}
+async def pulling(gateway: Gateway, name: str, source: str | None) -> AsyncGenerator[dict[str, object], None]:
+    """Deploy a model of the Hub under the name that it is pulled by; `source` None: it is there already."""
+    if source is None:
+        yield {"status": "pulling manifest"}
+    else:
+        deployed = None if name.startswith("hf:") else name.removesuffix(LATEST)
+        async with aclosing(gateway.deploy(DeployOrder(source, deployed))) as events:
+            async for event in events:
+                if event["event"] == "progress":
+                    yield _progress(source, event)
     yield {"status": "success"}
-
-
-async def pulling(gateway: Gateway, name: str) -> AsyncGenerator[dict[str, object], None]:
-    """Deploy a model of the Hub under the name that it is pulled by. Closing the generator cancels."""
-    source = hub_source(name)
-    deployed = None if name.startswith("hf:") else name.removesuffix(LATEST)
-    async with aclosing(gateway.deploy(source, deployed, "auto", "none", overwrite=False)) as events:
-        async for event in events:
-            if event["event"] == "progress":
-                yield _progress(source, event)
-    yield {"status": "success"}
-
-
-async def copy(gateway: Gateway, view: ModelView, destination: str) -> None:
-    """Deploy the same files under another name. They stay until both are removed."""
-    deploying = gateway.deploy(view.where, destination, "auto", "none", overwrite=False, base=view.base)
-    async with aclosing(deploying) as events:
-        async for _ in events:
-            pass
 
 
 def _progress(source: str, event: dict[str, object]) -> dict[str, object]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import aclosing, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
@@ -15,14 +13,13 @@ from hearth.api.answers import PLAIN_TEXT
 from hearth.api.body import OwnBody, Text
 from hearth.api.guard import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, caller_of
 from hearth.api.json_body import JsonRoute
+from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.registry import name_of_model
 from hearth.control.requests.caller import OPERATOR
 from hearth.core.errors import ConfigError, ModelError, NameTaken, RequestError, SourceMissing, UnknownModel
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
-
-_REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 
 
 class LoadAdapterBody(OwnBody):
@@ -62,16 +59,14 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
             if gateway.deployments.model(body.lora_name, OPERATOR).base is None:
                 raise name_of_model(body.lora_name)
         try:
-            deploying = gateway.deploy(
-                _source_of(body.lora_path),
+            order = DeployOrder(
+                body.lora_path,
                 body.lora_name,
-                "auto",
-                "none",
-                body.load_inplace,
-                body.base_model_name,
+                overwrite=body.load_inplace,
+                base=body.base_model_name,
                 is_adapter=True,
             )
-            async with aclosing(deploying) as events:
+            async with aclosing(gateway.deploy(order)) as events:
                 async for _ in events:
                     pass
         except NameTaken:
@@ -97,8 +92,9 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
             view = gateway.deployments.model(body.lora_name, caller_of(request))
         except UnknownModel as error:
             raise UnknownModel(f"{_not_found(body.lora_name)}: {error}") from error
-        if view.base is None:
-            raise UnknownModel(f"{_not_found(body.lora_name)}: that is a model; remove it with `hearth rm`")
+        if not view.is_adapter:
+            what = "model" if view.base is None else "preset"
+            raise UnknownModel(f"{_not_found(body.lora_name)}: that is a {what}; remove it with `hearth rm`")
         await gateway.deployments.remove(view.name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -107,9 +103,3 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
 
 def _not_found(name: str) -> str:
     return f"The lora adapter '{name}' cannot be found"
-
-
-def _source_of(path: str) -> str:
-    """Return the source as vLLM reads it: ORG/NAME is a repository of the Hub unless that path exists."""
-    is_repository = _REPOSITORY.fullmatch(path) is not None and not Path(path).exists()
-    return f"hf:{path}" if is_repository else path

@@ -46,7 +46,10 @@ class ResponseSpelling(Protocol):
 
 
 @dataclass(slots=True)
-class _OpenMessage:
+class _OpenItem:
+    """A message, or reasoning, whose text is being written."""
+
+    is_reasoning: bool
     before_text: bytes  #: the beginning of a text event
     texts: list[str] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
@@ -64,8 +67,7 @@ class ResponseEvents:
         self._num_events = 0
         self._finish_reason: FinishReason | None = None
         self._output: list[object] = []  #: complete items
-        self._message: _OpenMessage | None = None  #: the open item
-        self._thoughts: list[str] = []  #: of an open item of reasoning
+        self._open: _OpenItem | None = None
         #: tokens since the last event; the next text has their logprobs, reasoning and calls have none
         self._unsent: list[TokenDelta] = []
 
@@ -79,13 +81,13 @@ class ResponseEvents:
         if not self._is_plain:
             return self._write_more(deltas)
         events: list[bytes] = []
-        message = self._message
+        message = self._open
         if len(deltas) > MAX_EVENTS:
             deltas = [replace(deltas[-1], text="".join([delta.text for delta in deltas]))]
         for delta in deltas:
             if text := delta.text:
                 if message is None:
-                    message = self._begin_message(events)
+                    message = self._begin(events)
                 number = self._num_events
                 self._num_events = number + 1
                 message.texts.append(text)
@@ -110,7 +112,7 @@ class ResponseEvents:
         # Not by msgspec, as in `error_spelling.py`.
         reason = msgspec.Raw(json.dumps({"code": kind, "message": fault.message}).encode())
         inside = json.dumps({**told, "error": {**told, "type": kind}}).encode()[1:-1]
-        ending = self._end_reasoning("incomplete") + self._end_message("incomplete")
+        ending = self._end_item("incomplete")
         state = ResponseState("failed", self._output, error=reason)
         response = encode(self._spelling.response(self._stream, state))
         ending += self._event("response.failed", b'"response":' + response)
@@ -130,77 +132,55 @@ class ResponseEvents:
                 if isinstance(part, ToolCall):
                     events.append(self._call(part))
                 elif isinstance(part, Thought):
-                    self._add_reasoning(part.text, events)
+                    self._add_text(part.text, [], events, is_reasoning=True)
                 else:
                     self._add_text(part, tokens, events)
             if self._reader.is_thinking:
                 self._unsent = []
         return b"".join(events)
 
-    def _add_reasoning(self, text: str, events: list[bytes]) -> None:
-        item = self._reasoning_item("in_progress", [])
-        place = self._place(item, 0)
-        if not self._thoughts:
-            part = encode({"type": "reasoning_text", "text": ""})
-            events.append(self._item_event("added", item))
-            events.append(self._event("response.content_part.added", b'%b,"part":%b' % (place, part)))
-        self._thoughts.append(text)
-        events.append(self._event("response.reasoning_text.delta", b'%b,"delta":%b' % (place, encode(text))))
-
-    def _end_reasoning(self, status: Literal["completed", "incomplete"]) -> bytes:
-        if not self._thoughts:
-            return b""
-        text, self._thoughts = "".join(self._thoughts), []
-        part = {"type": "reasoning_text", "text": text}
-        item = self._reasoning_item(status, [part])
-        place = self._place(item, 0)
-        events = (
-            self._event("response.reasoning_text.done", b'%b,"text":%b' % (place, encode(text)))
-            + self._event("response.content_part.done", b'%b,"part":%b' % (place, encode(part)))
-            + self._item_event("done", item)
-        )
-        self._output.append(item)
-        return events
-
-    def _add_text(self, text: str, tokens: Sequence[TokenDelta], events: list[bytes]) -> None:
-        message = self._message or self._begin_message(events)
+    def _add_text(
+        self, text: str, tokens: Sequence[TokenDelta], events: list[bytes], *, is_reasoning: bool = False
+    ) -> None:
+        item = self._open
+        if item is None or item.is_reasoning is not is_reasoning:
+            item = self._begin(events, is_reasoning=is_reasoning)
         logprobs = token_logprobs(self._stream.tokenizer, tokens) if self._has_logprobs else []
-        message.texts.append(text)
-        message.logprobs += logprobs
-        end = b',"logprobs":%b,"sequence_number":%d}\n\n' % (encode(logprobs), self._num_events)
+        item.texts.append(text)
+        item.logprobs += logprobs
+        told = b"" if is_reasoning else b',"logprobs":' + encode(logprobs)
+        events += (item.before_text, encode(text), b'%b,"sequence_number":%d}\n\n' % (told, self._num_events))
         self._num_events += 1
-        events += (message.before_text, encode(text), end)
 
-    def _begin_message(self, events: list[bytes]) -> _OpenMessage:
-        events.append(self._end_reasoning("completed"))
-        item = self._message_item("in_progress", [])
-        place = self._place(item, 0) + b","
-        part = encode({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+    def _begin(self, events: list[bytes], *, is_reasoning: bool = False) -> _OpenItem:
+        events.append(self._end_item("completed"))
+        item = self._text_item(is_reasoning, "in_progress", [])
+        place, part = self._place(item, 0), _text_part(is_reasoning, "", [])
         events.append(self._item_event("added", item))
-        events.append(self._event("response.content_part.added", b'%b"part":%b' % (place, part)))
-        kind = b"response.output_text.delta"
-        self._message = _OpenMessage(b'event: %b\ndata: {"type":"%b",%b"delta":' % (kind, kind, place))
-        return self._message
+        events.append(self._event("response.content_part.added", b'%b"part":%b' % (place, encode(part))))
+        kind = f"response.{part['type']}.delta".encode()
+        before = b'event: %b\ndata: {"type":"%b",%b"delta":' % (kind, kind, place)
+        self._open = _OpenItem(is_reasoning, before)
+        return self._open
 
-    def _end_message(self, status: Literal["completed", "incomplete"]) -> bytes:
-        if self._message is None:
+    def _end_item(self, status: Literal["completed", "incomplete"]) -> bytes:
+        if (ended := self._open) is None:
             return b""
-        text, logprobs = "".join(self._message.texts), self._message.logprobs
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-        item = self._message_item(status, [part])
-        place = self._place(item, 0) + b","
-        done = b'%b"text":%b,"logprobs":%b' % (place, encode(text), encode(logprobs))
+        text, self._open = "".join(ended.texts), None
+        part = _text_part(ended.is_reasoning, text, ended.logprobs)
+        item = self._text_item(ended.is_reasoning, status, [part])
+        place = self._place(item, 0)
+        told = b"" if ended.is_reasoning else b',"logprobs":' + encode(ended.logprobs)
         events = (
-            self._event("response.output_text.done", done)
+            self._event(f"response.{part['type']}.done", b'%b"text":%b%b' % (place, encode(text), told))
             + self._event("response.content_part.done", b'%b"part":%b' % (place, encode(part)))
             + self._item_event("done", item)
         )
         self._output.append(item)
-        self._message = None
         return events
 
     def _call(self, call: ToolCall) -> bytes:
-        events = self._end_reasoning("completed") + self._end_message("completed")
+        events = self._end_item("completed")
         index = len(self._output)
         item = {
             "id": f"fc_{self._stream.request_id}_{index}",
@@ -210,7 +190,7 @@ class ResponseEvents:
             "name": call.name,
             "arguments": call.arguments,
         }
-        place = self._place(item) + b","
+        place = self._place(item)
         arguments = encode(call.arguments)
         events += self._item_event("added", {**item, "status": "in_progress", "arguments": ""})
         events += self._event("response.function_call_arguments.delta", b'%b"delta":%b' % (place, arguments))
@@ -221,30 +201,22 @@ class ResponseEvents:
         return events
 
     def _end_output(self) -> bytes:
-        events = [self._end_reasoning(self._status)]
-        if self._message is None and not self._output:
-            self._begin_message(events)
-        return b"".join(events) + self._end_message(self._status)
+        events: list[bytes] = []
+        if self._open is None and not self._output:
+            self._begin(events)
+        return b"".join(events) + self._end_item(self._status)
 
     def _place(self, item: Mapping[str, object], content_index: int | None = None) -> bytes:
-        place = b'"item_id":%b,"output_index":%d' % (encode(item["id"]), len(self._output))
-        return place if content_index is None else place + b',"content_index":%d' % content_index
+        place = b'"item_id":%b,"output_index":%d,' % (encode(item["id"]), len(self._output))
+        return place if content_index is None else place + b'"content_index":%d,' % content_index
 
-    def _reasoning_item(self, status: str, content: Sequence[object]) -> dict[str, object]:
+    def _text_item(self, is_reasoning: bool, status: str, content: Sequence[object]) -> dict[str, object]:
+        own: dict[str, object] = {"summary": []} if is_reasoning else {"role": "assistant"}
         return {
-            "id": f"rs_{self._stream.request_id}_{len(self._output)}",
-            "type": "reasoning",
+            "id": f"{'rs' if is_reasoning else 'msg'}_{self._stream.request_id}_{len(self._output)}",
+            "type": "reasoning" if is_reasoning else "message",
             "status": status,
-            "summary": [],
-            "content": content,
-        }
-
-    def _message_item(self, status: str, content: Sequence[object]) -> dict[str, object]:
-        return {
-            "id": f"msg_{self._stream.request_id}_{len(self._output)}",
-            "type": "message",
-            "status": status,
-            "role": "assistant",
+            **own,
             "content": content,
         }
 
@@ -256,3 +228,9 @@ class ResponseEvents:
         number, name = self._num_events, kind.encode()
         self._num_events += 1
         return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%d}\n\n' % (name, name, inside, number)
+
+
+def _text_part(is_reasoning: bool, text: str, logprobs: Sequence[object]) -> dict[str, object]:
+    if is_reasoning:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -32,16 +32,17 @@ def find_base(order: DeployOrder, trained_on: str | None, data_dir: DataDir) -> 
             f"{order.dtype}, {order.quant}"
         )
     with Registry(data_dir) as registry:
-        models, adapters = registry.all(), registry.adapters()
+        models, adapters, presets = registry.all(), registry.adapters(), registry.presets()
     if order.base is not None:
         wanted = order.aliases.get(order.base, order.base)
-        found = Names([*models, *adapters], {}).resolve(wanted)
-        if isinstance(found, DeployedAdapter):
-            raise RequestError(
-                f"`{order.base:.80}` is an adapter itself, of `{found.base}`, and adapters are not stacked; "
-                "name the model that this one was trained on"
-            )
-        return found
+        found = Names([*models, *adapters, *presets], {}).resolve(wanted)
+        if isinstance(found, Deployed):
+            return found
+        what = "an adapter" if isinstance(found, DeployedAdapter) else "a preset"
+        raise RequestError(
+            f"`{order.base:.80}` is {what} itself, of `{found.base}`, and adapters are not stacked; "
+            "name the model that this one was trained on"
+        )
     meant = [model for model in models if trained_on is not None and _is_meant(model, trained_on, order)]
     if len(meant) == 1:
         return meant[0]

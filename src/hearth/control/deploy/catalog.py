@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter
 from hearth.control.deploy.names import Names, listed
+from hearth.control.deploy.preset import DeployedPreset
 from hearth.control.deploy.registry import Registry
 from hearth.control.observe.views import ModelView
 from hearth.core.config import EngineConfig, ModelConfig
@@ -66,9 +67,12 @@ class CatalogEntry:
     profile: ModelProfile
     pace: Pace
     adapter: DeployedAdapter | None = None  #: None: the model itself is meant
+    preset: DeployedPreset | None = None  #: None: the model or adapter itself is meant
 
     @property
     def name(self) -> str:
+        if self.preset is not None:
+            return self.preset.name
         return self.deployed.name if self.adapter is None else self.adapter.name
 
     @property
@@ -137,6 +141,7 @@ class Catalog:
         self._entries: dict[ModelId, CatalogEntry] = {}
         self._slots: Mapping[str, int] = {}  #: of device addresses, by name
         self._adapters: dict[str, DeployedAdapter] = {}
+        self._presets: dict[str, DeployedPreset] = {}
         self.refresh()
 
     def check_settings(self) -> None:
@@ -148,12 +153,16 @@ class Catalog:
 
     def refresh(self) -> None:
         deployed, adapters = self._registry.all(), self._registry.adapters()
-        names = Names([*deployed, *adapters], self._configs)
+        presets = self._registry.presets()
+        names = Names([*deployed, *adapters, *presets], self._configs)
         for adapter in adapters:
-            _check_adapter_config(adapter.name, self._configs.get(adapter.name, ModelConfig()))
+            _check_config(adapter.name, self._configs.get(adapter.name), "an adapter", _OF_ADAPTERS)
+        for preset in presets:
+            _check_config(preset.name, self._configs.get(preset.name), "a preset", _OF_PRESETS)
         entries = {ModelId(one.name): self._entry(one) for one in deployed}
         self._names, self._entries = names, entries  # all or, where the configuration is wrong, none
         self._adapters = {adapter.name: adapter for adapter in adapters}
+        self._presets = {preset.name: preset for preset in presets}
         self._slots = self._registry.space_slots()
         self._log_cuts()
         self._log_misfits()
@@ -210,6 +219,15 @@ class Catalog:
             if (names is None or adapter.name in names) and self._misfit(adapter) is None
         ]
 
+    def presets(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
+        names = None if allowed is None else self._names.allowed(allowed)
+        served = {entry.name: entry for entry in (*self.entries(), *self.adapters())}
+        return [
+            replace(served[preset.base], preset=preset)
+            for preset in self._presets.values()
+            if preset.base in served and (names is None or preset.name in names)
+        ]
+
     def bases(self) -> set[ModelId]:
         return {ModelId(adapter.base) for adapter in self._adapters.values()}
 
@@ -235,6 +253,8 @@ class Catalog:
         found = self._names.resolve(name, allowed)
         if isinstance(found, Deployed):
             return self._entries[ModelId(found.name)]
+        if isinstance(found, DeployedPreset):
+            return replace(self.find(found.base), preset=found)
         if (reason := self._misfit(found)) is not None:
             raise UnsupportedModel(f"the adapter `{found.name}` cannot be served: {reason}")
         return self._with_adapter(found)
@@ -289,6 +309,8 @@ class Catalog:
         return list(orders)[: max(len(kinds), MAX_PREPARED)]
 
     def view(self, entry: CatalogEntry) -> ModelView:
+        if entry.preset is not None:
+            return self._preset_view(entry, entry.preset)
         if entry.adapter is not None:
             return _adapter_view(entry, entry.adapter, self.view(self._entries[entry.profile.model]))
         deployed, facts, keep_alive_s = entry.deployed, entry.deployed.facts, entry.profile.keep_alive_s
@@ -312,6 +334,19 @@ class Catalog:
             min_replicas=entry.profile.min_replicas,
             max_replicas=entry.profile.max_replicas,
             stages=self._stages_of(entry),
+        )
+
+    def _preset_view(self, entry: CatalogEntry, deployed: DeployedPreset) -> ModelView:
+        view, preset = self.view(replace(entry, preset=None)), deployed.preset
+        return replace(
+            view,
+            name=deployed.name,
+            aliases=self._configs.get(deployed.name, ModelConfig()).aliases,
+            source=deployed.base,
+            created_at_s=deployed.created_at_s,
+            has_chat_template=view.has_chat_template or preset.template is not None,
+            base=deployed.base,
+            preset=preset,
         )
 
     def _stages_of(self, entry: CatalogEntry) -> tuple[int, ...]:
@@ -446,12 +481,16 @@ def _adapter_view(entry: CatalogEntry, adapter: DeployedAdapter, base: ModelView
     )
 
 
-def _check_adapter_config(name: str, config: ModelConfig) -> None:
-    known = ("aliases", "pinned", "latency_weight")
-    plain = ModelConfig(**{field: getattr(config, field) for field in known})
-    if config != plain:
-        wrong = [one.name for one in fields(config) if getattr(config, one.name) != getattr(plain, one.name)]
+#: The settings that adapters and presets can have; the others are those of their base.
+_OF_ADAPTERS, _OF_PRESETS = ("aliases", "pinned", "latency_weight", "source"), ("aliases",)
+
+
+def _check_config(name: str, config: ModelConfig | None, what: str, known: Sequence[str]) -> None:
+    unset = ModelConfig()
+    given = [] if config is None else [one.name for one in fields(config)]
+    wrong = [one for one in given if one not in known and getattr(config, one) != getattr(unset, one)]
+    if wrong:
         raise ConfigError(
-            f"[models.{name}] sets {listed(wrong)}, but `{name}` is an adapter: only "
+            f"[models.{name}] sets {listed(wrong)}, but `{name}` is {what}: only "
             f"{listed(known)} can be its own; the rest is set for its base"
         )

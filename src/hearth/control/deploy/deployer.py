@@ -167,7 +167,7 @@ def _parts_of(manifest: Manifest) -> PartBytes | None:
 def _refuse_taken(name: str, overwrite: bool, data_dir: DataDir) -> None:
     """Refuse a taken name before the work; registering checks again."""
     with Registry(data_dir) as registry:
-        if not overwrite and registry.location(name) is not None:
+        if not overwrite and registry.has_name(name):
             raise name_taken(name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -22,13 +23,14 @@ from hearth.control.deploy.deploy import (
     switch,
 )
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter, ModelLocation
+from hearth.control.deploy.preset import Preset
 from hearth.control.deploy.registry import Registry
 from hearth.control.deploy.upstream_view import upstream_view
 from hearth.control.driver import Driver
 from hearth.control.observe.exchange_record import current_exchange
 from hearth.control.observe.views import ModelView, UpstreamView
 from hearth.control.requests.caller import Caller
-from hearth.core.errors import ConfigError, DataDirError, HearthError, StoreError
+from hearth.core.errors import ConfigError, DataDirError, HearthError, ServiceError, StoreError, UnknownModel
 from hearth.core.types import AdapterId, Digest, ModelId, RequestId
 from hearth.policy.fleet import events
 from hearth.policy.fleet.profile import ModelProfile
@@ -57,6 +59,8 @@ class Deployments:
         self._errors = errors
         #: Called when `places` has changed.
         self.tell_nodes: Callable[[], None] = lambda: None
+        #: Why models that the configuration declares are not deployed, by name.
+        self.pending: dict[str, str] = {}
         self._registry, self._catalog, self._driver = registry, catalog, driver
         self._keeper, self._data_dir = keeper, data_dir
         #: Models and adapters that were removed or replaced, until the requests that use them have ended.
@@ -87,15 +91,24 @@ class Deployments:
     # Models as callers see them: those that their keys may use.
 
     def find_for(self, name: str, caller: Caller) -> CatalogEntry:
-        """Like `find`, for a caller; notes the model in the exchange's record. Raises UnknownModel."""
-        entry = self.find(name, caller.terms.models)
+        """Like `find`, for a caller; notes the model in the exchange's record.
+
+        Raises UnknownModel, or ServiceError for a model that the configuration declares.
+        """
+        try:
+            entry = self.find(name, caller.terms.models)
+        except UnknownModel:
+            if name not in self.pending or name not in (caller.terms.models or (name,)):
+                raise
+            raise ServiceError(f"`{name}` is not served yet: {self.pending[name]}") from None
         if (exchange := current_exchange()) is not None:
             exchange.model = entry.name
         return entry
 
     def models(self, caller: Caller) -> list[ModelView]:
         allowed = caller.terms.models
-        return [self._catalog.view(entry) for entry in (*self.entries(allowed), *self.adapters(allowed))]
+        entries = [*self.entries(allowed), *self.adapters(allowed), *self._catalog.presets(allowed)]
+        return [self._catalog.view(entry) for entry in entries]
 
     def model(self, name: str, caller: Caller) -> ModelView:
         return self._catalog.view(self.find_for(name, caller))
@@ -136,8 +149,15 @@ class Deployments:
                 warnings = [one for one in (registered.warning, misfit) if one is not None]
                 yield replace(self._catalog.view(entry), warning="; ".join(warnings) or None)
 
+    def put_preset(self, name: str, base: str, preset: Preset) -> ModelView:
+        """Make or replace a preset. Raises as `Registry.put_preset` does."""
+        base = self.find(base).name
+        self._registry.put_preset(name, base, preset, time.time())
+        self._refresh()
+        return self._catalog.view(self._catalog.find(name))
+
     async def remove(self, name: str, *, with_adapters: bool = False) -> None:
-        """Remove a model or an adapter, with the files that were made for it.
+        """Remove a model or an adapter, with the files that were made for it, or a preset.
 
         While requests still use it, its files stay until the last of them has ended.
 

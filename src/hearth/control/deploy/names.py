@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter
+from hearth.control.deploy.preset import DeployedPreset
 from hearth.core.config import ModelConfig
 from hearth.core.errors import ConfigError, RequestError, UnknownModel
 
@@ -44,7 +45,9 @@ def file_name(name: str) -> str:
 
 class Names:
     def __init__(
-        self, deployed: Iterable[Deployed | DeployedAdapter], models: Mapping[str, ModelConfig]
+        self,
+        deployed: Iterable[Deployed | DeployedAdapter | DeployedPreset],
+        models: Mapping[str, ModelConfig],
     ) -> None:
         """Settings of models that are not deployed yet are kept. Raises ConfigError."""
         self._by_name = {model.name: model for model in deployed}
@@ -61,7 +64,9 @@ class Names:
                     )
                 self._name_by_alias[alias] = name
 
-    def resolve(self, name: str, allowed: Collection[str] | None = None) -> Deployed | DeployedAdapter:
+    def resolve(
+        self, name: str, allowed: Collection[str] | None = None
+    ) -> Deployed | DeployedAdapter | DeployedPreset:
         """`allowed` None: all. Raises UnknownModel, in the same words for names that are not allowed."""
         found = self._by_name.get(self._own_name(name))
         if allowed is not None and (found is None or found.name not in self.allowed(allowed)):
@@ -74,7 +79,9 @@ class Names:
         return {self._own_name(one) for one in allowed} & self._by_name.keys()
 
     def waiting(self) -> dict[str, str]:
-        return {name: self._hint(name) for name in self._models if name not in self._by_name}
+        """Return a hint for each name that has settings, but neither a model nor a `source`."""
+        declared = {name for name, config in self._models.items() if config.source is not None}
+        return {name: self._hint(name) for name in self._models if name not in {*self._by_name, *declared}}
 
     def unknown(self, name: str) -> UnknownModel:
         return UnknownModel(f"no model named `{name:.80}`; {self._hint(name)}")

@@ -1,4 +1,4 @@
-"""Deployed models and adapters (rows with a `base`), in a SQLite file that several processes may open."""
+"""Deployed models, adapters (rows with a `base`) and presets, in SQLite, which several processes may open."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.deployed import AdapterFacts, Deployed, DeployedAdapter, ModelLocation
 from hearth.control.deploy.names import Names, check_name, listed
+from hearth.control.deploy.preset import DeployedPreset, Preset
 from hearth.core.errors import (
     DataDirError,
     HasAdapters,
@@ -41,6 +42,11 @@ create table if not exists space_slots (
     name text primary key, digest text not null, slot integer not null unique
 ) without rowid
 """
+_PRESETS_SCHEMA = """
+create table if not exists presets (
+    name text primary key, base text not null, preset text not null, created_at_s real not null
+) without rowid
+"""
 _FIELDS = "name, source, location, directory, digest, facts, created_at_s, base, labels"
 
 _Row = tuple[str, str, str, str, str, str, float, str | None, str]
@@ -62,6 +68,7 @@ class Registry:
             self._connection.execute("pragma synchronous = full")
             self._connection.execute(_SCHEMA)
             self._connection.execute(_SLOTS_SCHEMA)
+            self._connection.execute(_PRESETS_SCHEMA)
             self._add_labels()
         self._give_slots()  # to models that were registered when there were none
         self._seen_version = -1
@@ -93,13 +100,10 @@ class Registry:
             raise
 
     def add(self, deployed: Deployed | DeployedAdapter) -> None:
-        try:
-            self._write("insert", deployed)
-        except sqlite3.IntegrityError:
-            raise name_taken(deployed.name) from None
+        self._write("insert", deployed)
 
     def replace(self, deployed: Deployed | DeployedAdapter) -> None:
-        """Register a model or an adapter in the place of what has its name.
+        """Register a model or an adapter in the place of what has its name, also of a preset.
 
         Raises:
             UnknownModel: an adapter's base is not deployed.
@@ -108,19 +112,64 @@ class Registry:
         """
         self._write("insert or replace", deployed)
 
-    def remove(self, name: str, *, with_adapters: bool = False) -> list[ModelLocation]:
-        """Return where the files lie. Raises UnknownModel, or HasAdapters unless `with_adapters`."""
+    def put_preset(self, name: str, base: str, preset: Preset, created_at_s: float) -> None:
+        """Register a preset, in the place of one of the same name. A preset of a preset has the same base.
+
+        Raises UnknownModel: there is no such base. NameTaken: a model or an adapter has the name.
+        """
         with self.transaction():
+            if (under := next((one for one in self.presets() if one.name == base), None)) is not None:
+                base, preset = under.base, preset.over(under.preset)
+            if self.location(base) is None:
+                raise Names([*self.all(), *self.adapters(), *self.presets()], {}).unknown(base)
+            if self.location(check_name(name)) is not None:
+                raise NameTaken(
+                    f"`{name}` is the name of a model or an adapter; choose another for the preset"
+                )
+            content = msgspec.json.encode(preset).decode()
+            values = (name, base, content, created_at_s)
+            self._execute("insert or replace into presets values (?, ?, ?, ?)", *values)
+
+    def presets(self) -> list[DeployedPreset]:
+        """Return all presets by name. Rows that cannot be read are skipped."""
+        found = list[DeployedPreset]()
+        for name, base, content, created_at_s in self._execute(
+            "select * from presets order by name"
+        ).fetchall():
+            try:
+                preset = msgspec.json.decode(content, type=Preset)
+                found.append(DeployedPreset(name, base, preset, created_at_s))
+            except (msgspec.DecodeError, RequestError) as error:
+                log.warning("row_skipped preset=%s reason=%s", name, error)
+        return found
+
+    def has_name(self, name: str) -> bool:
+        named = self._execute("select name from models union select name from presets")
+        return (name,) in named.fetchall()
+
+    def remove(self, name: str, *, with_adapters: bool = False) -> list[ModelLocation]:
+        """Return where the files lie, none of a preset.
+
+        Raises UnknownModel, or HasAdapters if it has adapters or presets, unless `with_adapters`.
+        """
+        with self.transaction():
+            if self._execute("delete from presets where name = ?", name).rowcount:
+                return []
             location = self.location(name)
             if location is None:
-                raise Names([*self.all(), *self.adapters()], {}).unknown(name)
+                raise Names([*self.all(), *self.adapters(), *self.presets()], {}).unknown(name)
             rows = self._execute("select name, location, directory from models where base = ?", name)
             adapters = {adapter: ModelLocation(*place) for adapter, *place in rows.fetchall()}
-            if adapters and not with_adapters:
+            presets = [one.name for one in self.presets() if one.base in (name, *adapters)]
+            if (adapters or presets) and not with_adapters:
+                what = " and ".join(["adapters"] * bool(adapters) + ["presets"] * bool(presets))
                 raise HasAdapters(
-                    f"`{name}` has adapters, which are nothing without it: {listed(list(adapters))}; remove "
+                    f"`{name}` has {what}, which are nothing without it: "
+                    f"{listed([*adapters, *presets])}; remove "
                     "them first, or together with it: `hearth rm --with-adapters`, `?with_adapters=true`"
                 )
+            for preset in presets:
+                self._execute("delete from presets where name = ?", preset)
             self._execute("delete from models where name = ? or base = ?", name, name)
             self._give_slots()
         return [location, *adapters.values()]
@@ -204,6 +253,9 @@ class Registry:
     def _write(self, verb: str, deployed: Deployed | DeployedAdapter) -> None:
         with nullcontext() if self._connection.in_transaction else self.transaction():
             self._check(deployed)
+            if verb == "insert" and self.has_name(deployed.name):
+                raise name_taken(deployed.name)
+            self._execute("delete from presets where name = ?", deployed.name)
             self._put(verb, deployed)
 
     def _check(self, deployed: Deployed | DeployedAdapter) -> None:
@@ -272,8 +324,6 @@ class Registry:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.IntegrityError:
-            raise
         except sqlite3.Error as error:
             if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
                 raise StoreFull(f"no room to write `{self._path}`; make room on its disk") from error

@@ -1,6 +1,7 @@
 """The sources that a model can be deployed from, as users write them, and downloads. Converts nothing.
 
-hf:ORG/NAME, hf:ORG/NAME@REVISION      a repository on the Hub, downloaded: a model, or a LoRA adapter
+hf:ORG/NAME, hf:ORG/NAME@REVISION      a repository on the Hub, downloaded: a model, or a LoRA adapter; as
+                                       ORG/NAME, too, unless that path exists
 s3://BUCKET/PREFIX, https://HOST/PATH  a converted model or adapter in object storage, read from there; behind
                                        it @DIGEST may name the version that must be there
 anything else                          a path on this machine
@@ -75,7 +76,10 @@ def parse_source(text: str) -> Source:
         return HubSource(match["id"], match["revision"])
     if scheme := _SCHEME.match(text):
         return _parse_url(scheme[1].lower(), text[scheme.end() :].rstrip("/"))
-    return PathSource(Path(text).expanduser().absolute())
+    path = Path(text).expanduser()
+    if _HUB.fullmatch(text) and ".." not in text and not text.startswith(".") and not path.exists():
+        return parse_source(f"hf:{text}")
+    return PathSource(path.absolute())
 
 
 def _parse_url(scheme: str, rest: str) -> UrlSource:

@@ -101,8 +101,9 @@ class ServiceViews:
         found = self._observer.explain(request_id, self._driver.now_s, caller)
         if found is None or caller.terms.models is None or caller.has_role("monitor"):
             return found
-        if not self._deployments.may_use(found.model, caller):  # another key of the group may use it
-            return None
+        bases = [view.base for view in self._deployments.models(caller) if view.preset is not None]
+        if found.model not in bases and not self._deployments.may_use(found.model, caller):
+            return None  # another key of the group may use it
         # Obstacles name the models that are in the way.
         return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
 

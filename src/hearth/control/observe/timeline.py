@@ -15,6 +15,8 @@ from hearth.policy.fleet.events import Option
 from hearth.policy.turns.paced_request import PacedRequest
 
 MAX_EXPLAINED = 1000
+#: Instead of an id: the last request.
+LAST = "last"
 #: Waits for turns that are recorded one by one; all are counted.
 MAX_WAITS = 32
 #: A shorter wait for a first turn is not shown: so long it takes to learn that no other model runs.
@@ -210,18 +212,16 @@ class Timelines:
             self._timelines.popitem(last=False)
 
     def find(self, request_id: str, caller: Caller) -> Timeline | None:
-        """Find by id, or else the last one with that client id, among those that the caller may see."""
+        """Find by id, or else the last one with that client id, among those that the caller may see.
+
+        `last` finds the last of all, unless a client chose that id.
+        """
         timeline = self._timelines.get(RequestId(request_id))
         if timeline is not None and caller.can_see(timeline.group):
             return timeline
-        return next(
-            (
-                one
-                for one in reversed(self._timelines.values())
-                if one.correlation.client_id == request_id and caller.can_see(one.group)
-            ),
-            None,
-        )
+        visible = [one for one in reversed(self._timelines.values()) if caller.can_see(one.group)]
+        named = (one for one in visible if one.correlation.client_id == request_id)
+        return next(named, visible[0] if request_id == LAST and visible else None)
 
 
 def adapter_bytes(loaded: AdapterLoaded) -> str:

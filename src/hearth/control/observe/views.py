@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hearth.control.deploy.preset import Preset
 from hearth.core.types import LOCAL, Rung, Transport
 from hearth.policy.fleet.events import Option
 
@@ -24,7 +25,7 @@ class UpstreamView:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """A deployed model or adapter. An adapter has its base's context, template and keep-alive."""
+    """A deployed model, adapter or preset. An adapter or preset has its base's context and keep-alive."""
 
     name: str
     aliases: tuple[str, ...]
@@ -42,7 +43,7 @@ class ModelView:
     is_pinned: bool
     upstream: UpstreamView | None = None  #: None: it was deployed from a path, or is only listed
     family: str | None = None  #: such as `llama`; None: it was deployed when that was not kept
-    base: str | None = None  #: the model that it is an adapter of; None: it is a model itself
+    base: str | None = None  #: what it is an adapter or a preset of; None: it is a model itself
     max_rank: int | None = None  #: this and the next of an adapter alone
     targets: tuple[str, ...] = ()  #: the projections that it changes: qkv, o, up, down
     labels: tuple[str, ...] = ()  #: that the machines have on which it runs
@@ -51,6 +52,11 @@ class ModelView:
     #: Layers of each stage, where no worker can hold the whole model; empty: one can, or stages do not help.
     stages: tuple[int, ...] = ()
     warning: str | None = None  #: why it cannot run, or is outdated; None: nothing, or it is only listed
+    preset: Preset | None = None  #: its defaults, if it is a preset of `base`
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.base is not None and self.preset is None
 
     @property
     def names(self) -> tuple[str, ...]:

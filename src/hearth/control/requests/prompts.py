@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hearth.control.deploy.catalog import CatalogEntry
@@ -35,7 +36,8 @@ class Prompts:
         """`add_special_tokens` None: as in a prompt. Raises as `encode` does."""
         entry = self._deployments.find_for(name, caller)
         tokenizer = await self.tokenizer_of(entry)
-        return list(await self._encoder.encode(tokenizer, prompt, max_chars(entry), add_special_tokens))
+        begun = _begun(entry, prompt)
+        return list(await self._encoder.encode(tokenizer, begun, max_chars(entry), add_special_tokens))
 
     async def detokenize(self, name: str, tokens: list[int], caller: Caller) -> str:
         """Return the text of tokens, special ones included. Raises BadPrompt for an unknown token."""
@@ -46,7 +48,9 @@ class Prompts:
     # For the gateway.
 
     async def tokenizer_of(self, entry: CatalogEntry) -> Tokenizer:
-        return await self._encoder.tokenizer(entry.deployed.digest, Path(entry.deployed.directory))
+        tokenizer = await self._encoder.tokenizer(entry.deployed.digest, Path(entry.deployed.directory))
+        template = None if entry.preset is None else entry.preset.preset.template
+        return tokenizer if template is None else tokenizer.with_template(template)
 
     async def encode_for(
         self,
@@ -57,9 +61,16 @@ class Prompts:
     ) -> tuple[int, ...]:
         tokenizer = await self.tokenizer_of(entry)
         add_special_tokens = False if follows else None  # `follows` begins with them
-        tokens = follows + await self._encoder.encode(tokenizer, prompt, max_chars(entry), add_special_tokens)
+        begun = prompt if follows else _begun(entry, prompt)
+        tokens = follows + await self._encoder.encode(tokenizer, begun, max_chars(entry), add_special_tokens)
         check_prompt(entry, tokens, max_tokens)
         return tokens
 
     async def check_guide(self, guide: GuideSpec) -> None:
         await self._encoder.check_guide(guide)
+
+
+def _begun(entry: CatalogEntry, prompt: str | list[int] | ChatPrompt) -> str | list[int] | ChatPrompt:
+    if entry.preset is None or not isinstance(prompt, ChatPrompt):
+        return prompt
+    return replace(prompt, messages=entry.preset.preset.begun(prompt.messages))

@@ -1,0 +1,54 @@
+"""Commands and flags of Ollama and vLLM: aliases, and answers in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.core import TyperCommand, TyperGroup
+
+from hearth.cli.commands import whole_app
+from hearth.cli.familiar import ALIASES, INSTEAD
+from hearth.cli.help import command_of
+from tests.cli.fake_service import FakeService
+from tests.cli.shell import Hearth
+
+
+def test_no_command_has_what_is_answered() -> None:
+    group = command_of(whole_app())
+    assert isinstance(group, TyperGroup)
+    flags = _flags_of(group)
+    assert "--host-memory" in flags
+    assert not {*flags, *group.commands} & {*ALIASES, *INSTEAD}
+
+
+def _flags_of(command: object) -> set[str]:
+    assert isinstance(command, TyperCommand | TyperGroup)
+    flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    children = command.commands.values() if isinstance(command, TyperGroup) else ()
+    return flags.union(*map(_flags_of, children))
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_an_alias_is_the_command_that_it_stands_for(hearth: Hearth, alias: str, name: str) -> None:
+    words = () if name.startswith("--") else ("--help",)
+    shown = hearth(alias, *words)
+    assert (shown.code, shown.out) == (0, hearth(name, *words).out)
+
+
+@pytest.mark.parametrize("word", INSTEAD)
+def test_a_foreign_command_or_flag_is_answered_in_a_line(hearth: Hearth, word: str) -> None:
+    words = ("serve", "m", f"{word}=3") if word.startswith("-") else (word, "something", "--flag")
+    shown = hearth(*words)
+    assert (shown.code, shown.out, shown.err.count("\n")) == (2, "", 1)
+    assert shown.err.startswith(f"hearth: there is no `{word}`; ")
+
+
+def test_words_after_two_dashes_are_no_flags(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
+    assert hearth("run", "--url", service.url, "--", "smol", "--max-model-len").code == 0
+
+
+def test_a_flag_that_no_tool_has_is_still_refused(hearth: Hearth) -> None:
+    shown = hearth("serve", "--max-model-length", "3")
+    assert shown.code == 2
+    assert "No such option" in shown.err
