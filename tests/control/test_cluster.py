@@ -295,6 +295,24 @@ def test_a_node_that_is_down_can_be_drained_and_had_back(data_dir: DataDir) -> N
     play(data_dir, scene)
 
 
+def test_a_drain_that_cannot_be_kept_changes_nothing_and_a_removal_all_the_same(data_dir: DataDir) -> None:
+    async def scene(head: HeadRig) -> None:
+        channel, _ = await head.join()
+        await head.join("gpu-2")
+        head.cluster.drain("gpu-1", is_draining=True)
+        kept = data_dir.path / "cluster" / "drained.json"
+        kept.unlink()
+        kept.mkdir()
+        with pytest.raises(OSError, match=r"drained\.json"):
+            head.cluster.drain("gpu-2", is_draining=True)
+        assert [view.state for view in head.cluster.views()] == ["draining", "up"]
+        with pytest.raises(OSError, match=r"drained\.json"):
+            await head.cluster.remove("gpu-1")
+        assert isinstance(await channel.receive(), NodeRefused)
+
+    play(data_dir, scene)
+
+
 def test_a_removed_node_is_told_and_stays_out(data_dir: DataDir) -> None:
     async def scene(head: HeadRig) -> None:
         channel, welcome = await head.join()

@@ -46,6 +46,12 @@ def test_a_thread_that_waits_for_ever_is_woken_each_time() -> None:
     thread.join()
 
 
+def test_a_timeout_of_years_is_not_too_long() -> None:
+    inbox = Inbox[int]()
+    threading.Timer(0.05, inbox.put, (7,)).start()
+    assert inbox.get(timeout=1e8) == 7
+
+
 def test_without_a_message_it_is_empty_after_the_timeout() -> None:
     inbox = Inbox[str]()
     with pytest.raises(Empty):

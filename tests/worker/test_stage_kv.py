@@ -103,6 +103,27 @@ def test_kv_comes_back_under_its_requests_for_a_model_that_is_promised_the_memor
             assert [one.tokens for one in first.until_ended(*runs)] == expected
 
 
+@pytest.mark.parametrize("new_pool", [tight_arena, tight_pages])
+def test_kv_comes_back_under_its_requests_for_a_stage_of_another_pipeline(
+    tmp_path: Path, new_pool: Callable[[EvictionTermsOf], Pool]
+) -> None:
+    """Which has its weights when it takes the KV that it is promised."""
+    with workers(tmp_path) as both:
+        both.host(OTHER, [1], num_blocks=FLOOR_BLOCKS, max_blocks=FLOOR_BLOCKS)
+        other = both.ask(OTHER, PROMPTS[1:2], SAMPLING)
+    expected = alone(tmp_path, PROMPTS, SAMPLING)
+    with workers(tmp_path, new_pool) as both:
+        first, last = both.gateways
+        host(both, [1])
+        assert both.ask(NAME, PROMPTS, SAMPLING) == expected
+        assert use_of(last).kv_blocks > 4 * FLOOR_BLOCKS
+        runs = [first.start(NAME, prompt, SAMPLING) for prompt in PROMPTS]
+        first.until(StepDone)
+        both.host(OTHER, [1], num_blocks=FLOOR_BLOCKS, max_blocks=FLOOR_BLOCKS)
+        assert both.ask(OTHER, PROMPTS[1:2], SAMPLING) == other
+        assert [one.tokens for one in first.until_ended(*runs)] == expected
+
+
 def tokens_of(gateway: LoopGateway, model: str) -> list[list[int]]:
     (answer,) = gateway.until_ended(gateway.start(model, PROMPTS[1], SAMPLING))
     return [answer.tokens]

@@ -401,3 +401,15 @@ def test_a_node_cannot_take_the_place_of_another() -> None:
     assert ends["thief"].recv(1) == b"", "closed unclaimed"
     for one in (arrival, *ends.values()):
         one.close()
+
+
+def test_memory_that_came_with_half_a_hello_is_closed() -> None:
+    connections = StageConnections(WorkerId("w0"), lambda worker: pytest.fail(f"{worker}"))
+    ours, theirs = socket.socketpair()
+    end, kept = os.pipe2(os.O_NONBLOCK)
+    with ours:
+        socket.send_fds(ours, [b"\0\0"], [kept])
+    os.close(kept)
+    connections.accept(theirs, None)
+    assert os.read(end, 1) == b"", "nobody has the other end"
+    os.close(end)

@@ -389,8 +389,9 @@ class Cluster:
         known = [LOCAL, *self._authority.names()]
         if name not in known:
             raise RequestError(f"no node is called `{name:.80}`; nodes: {', '.join(known)}")
-        (self._drained.add if is_draining else self._drained.discard)(name)
-        self._authority.keep_drained(self._drained)
+        drained = self._drained | {name} if is_draining else self._drained - {name}
+        self._authority.keep_drained(drained)
+        self._drained = drained
         lives = [node.node_id for node in self._nodes.others.values() if node.name == name]
         for node_id in [LOCAL] if name == LOCAL else lives:
             self._driver.post(events.NodeDraining(self._driver.now_s, node_id, is_draining))
@@ -398,15 +399,15 @@ class Cluster:
     async def remove(self, name: str) -> None:
         """Remove a node from the cluster, for good. Raises ConfigError if there is none."""
         await asyncio.to_thread(self._authority.remove, name)
-        if name in self._drained:
-            self._drained.discard(name)
-            self._authority.keep_drained(self._drained)
         self._reports.chunks_not_kept(NodeId(name), 0)
         for node in list(self._nodes.others.values()):
             if node.name == name:
                 node.channel.send(messages.NodeRefused(f"`{name}` was removed from the cluster"))
                 self._lose(node, "it was removed")
         self._await_no_more(name)
+        if name in self._drained:  # last: it may fail, and the node must be out all the same
+            self._drained.discard(name)
+            self._authority.keep_drained(self._drained)
 
     def views(self) -> tuple[NodeView, ...]:
         down = (NodeView(name=name, state="down", reason=reason) for name, reason in self._absences().items())

@@ -157,10 +157,21 @@ class HostedModels:
         return self._announced(loaded)
 
     def start_stage(self, hosted: HostedModel, member: StageMember) -> None:
-        """Take all KV of a later stage, which then runs what arrives. Starting again is harmless."""
-        if (served := hosted.served) is not None and not member.is_started:
+        """Take all KV of a later stage, which then runs what arrives. Starting again is harmless.
+
+        It is deferred while some of the KV comes back from another stage.
+        """
+        if (served := hosted.served) is None or member.is_started:
+            return
+        policy = self.reclaimer.policy
+        try:
             self.reclaimer.take_floor(hosted.model)
-            member.start(served.engine)
+        except DeviceError:
+            if not policy.defer(hosted.model, is_any_loading=self.reclaimer.is_any_returning):
+                raise
+            return
+        policy.stop_deferring(hosted.model)
+        member.start(served.engine)
 
     def limit_torch(self) -> None:
         if self._resources.torch_limit is not None:

@@ -13,6 +13,9 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 from weakref import finalize
 
+#: The kernel counts milliseconds in 31 bits.
+_LONGEST_S = 86400.0
+
 Message = TypeVar("Message")
 
 
@@ -38,15 +41,16 @@ class Inbox(Generic[Message]):
                 os.write(self._ring, b"\0")
 
     def get(self, timeout: float | None = None) -> Message:
-        """Return the oldest message. Raises queue.Empty if none comes within `timeout` seconds."""
+        """Return the oldest message. Raises queue.Empty if none comes within `timeout` seconds, or a day."""
         with suppress(Empty):
             return self._messages.get_nowait()
+        timeout_ms = None if timeout is None else min(timeout, _LONGEST_S) * 1e3
         self._is_asleep = True
         try:
             while True:
                 with suppress(Empty):  # before it sleeps: one may have come meanwhile
                     return self._messages.get_nowait()
-                if not self._poll.poll(None if timeout is None else timeout * 1e3):
+                if not self._poll.poll(timeout_ms):
                     return self._messages.get_nowait()
                 os.read(self._bell, 4096)
                 self._is_asleep = True

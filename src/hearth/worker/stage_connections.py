@@ -85,8 +85,12 @@ class StageConnections:
         descriptors: list[int] = []
         try:
             connection.settimeout(HELLO_S)
-            begin, descriptors = _receive_first(connection, is_same_machine=source is None)
-            size = int.from_bytes(begin, "big")
+            begin = b""
+            if source is None:
+                begin, descriptors, _, _ = socket.recv_fds(
+                    connection, _LENGTH_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                )
+            size = int.from_bytes(begin + _receive(connection, _LENGTH_BYTES - len(begin)), "big")
             if size > _MAX_HELLO_BYTES:
                 raise ServiceError(f"a hello of {size} bytes came, limit: {_MAX_HELLO_BYTES}")
             hello = msgspec.json.decode(_receive(connection, size), type=StageHello)
@@ -143,13 +147,6 @@ class StageConnections:
     def _drop(self, keys: Iterable[_Key]) -> None:
         for key in keys:
             self._arrivals.pop(key).close()
-
-
-def _receive_first(connection: socket.socket, *, is_same_machine: bool) -> tuple[bytes, list[int]]:
-    if not is_same_machine:
-        return _receive(connection, _LENGTH_BYTES), []
-    content, descriptors, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-    return content + _receive(connection, _LENGTH_BYTES - len(content)), list(descriptors)
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:

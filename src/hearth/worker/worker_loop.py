@@ -375,6 +375,7 @@ class WorkerLoop:
     def _load_deferred(self) -> None:
         for hosted in self._hosted_of(self._models.reclaimer.policy.deferred()):
             self._send_loaded(self._start_load(hosted))
+            self._start_stage(hosted)
             self._runs.begin_queued(hosted)
 
     def _start_load(self, hosted: HostedModel) -> ModelLoaded | None:
