@@ -30,17 +30,12 @@ class DeviceMapping:
     def __init__(self, device: torch.device, num_bytes: int, descriptor: int) -> None:
         """The caller closes the descriptor. Raises DeviceError."""
         self._driver = driver = CudaDriver(device.index or 0)
-        self._mapped_bytes = _mapped_bytes(driver, num_bytes)
-        handle = driver.open(descriptor)
         try:
-            self._address = driver.reserve(self._mapped_bytes, None)
-            try:
-                driver.map(self._address, self._mapped_bytes, [handle])
-            except DeviceError:
-                driver.free_address(self._address, self._mapped_bytes)
-                raise
-        finally:
-            driver.release(handle)  # what is mapped stays
+            self._mapped_bytes = _mapped_bytes(driver, num_bytes)
+            self._address = _map(driver, descriptor, self._mapped_bytes)
+        except DeviceError:
+            driver.close()
+            raise
         storage = torch._C._construct_storage_from_data_pointer(self._address, device, num_bytes)
         self.content = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
 
@@ -49,6 +44,20 @@ class DeviceMapping:
         self._driver.unmap(self._address, self._mapped_bytes)
         self._driver.free_address(self._address, self._mapped_bytes)
         self._driver.close()
+
+
+def _map(driver: CudaDriver, descriptor: int, num_bytes: int) -> int:
+    handle = driver.open(descriptor)
+    try:
+        address = driver.reserve(num_bytes, None)
+        try:
+            driver.map(address, num_bytes, [handle])
+        except DeviceError:
+            driver.free_address(address, num_bytes)
+            raise
+        return address
+    finally:
+        driver.release(handle)  # what is mapped stays
 
 
 def _mapped_bytes(driver: CudaDriver, num_bytes: int) -> int:
