@@ -27,7 +27,8 @@ from hearth.policy.fleet.prefixes import PREFIX_TOKENS, KnownPrefixes, count_tok
 from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.records import MAX_KNOWN, KnownAdapters, Replica, Request
 from hearth.policy.fleet.reserved_workers import MAX_OPTIONS
-from hearth.policy.fleet.routing import choose_replica, has_untried_place, routing_cost
+from hearth.policy.fleet.routing import choose_replica, explain_unplaced, has_untried_place, routing_cost
+from tests.policy.fleet.test_brain import Desk, of
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played, profile
 
 SECONDS = st.floats(0.0, 1e4)
@@ -255,3 +256,18 @@ def test_a_model_has_an_untried_place_only_where_it_has_not_failed_and_idle_mode
             and not worker.is_draining
         ]
         assert has_untried_place(fleet, model) == any(untried)
+
+
+def test_too_few_replicas_are_explained_by_the_other_workers() -> None:
+    desk = Desk()
+    desk.join("w0")
+    (load,) = of(LoadModel, desk.deploy(profile("a", min_replicas=2)))
+    desk.ready("a", load.worker)
+    short = "model `a` has 1 of 2 replicas that should be kept loaded"
+    assert list(explain_unplaced(desk.fleet)) == [f"{short}: no other worker is up"]
+    desk.join("n1/w0", kind="other")
+    desk.join("n2/w0", budget_bytes=1)
+    (note,) = explain_unplaced(desk.fleet)
+    assert note.startswith(f"{short}: n1/w0: it cannot run on `other`; n2/w0: needs ")
+    desk.join("n3/w0")
+    assert list(explain_unplaced(desk.fleet)) == []
