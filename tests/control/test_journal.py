@@ -250,7 +250,7 @@ FORMAT = {
     "FleetState": (
         "now_s step_number num_added most_by_node next_number timer_s kept_until_s estimates resting "
         "draining kinds workers adapters models replicas drains unplaced refused_pins next_scaling_s used_s "
-        "no_pipeline_until_s gathering"
+        "no_pipeline_until_s gathering replaced"
     ),
     "Footprint": "fixed_bytes min_kv_bytes max_kv_bytes workspace_bytes tables_bytes sink_bytes max_seqs "
     "keeps_all kv_token_bytes",
@@ -278,6 +278,7 @@ FORMAT = {
     "PartBytes": "layer_bytes first_bytes last_bytes",
     "Promise": "own_bytes workspace_bytes standing_bytes",
     "RefusePin": "model worker message",
+    "Replacement": "node until_s",
     "Reject": "request_id reason message retry_s",
     "RejectReason": "load_failed model_removed never_fits pinned_out queue_full unknown_model workers_lost",
     "ReloadCosts": "priors demand rates",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from hearth.core.config import EngineConfig
 from hearth.core.errors import BadPrompt, BadSampling, LogitsNotFinite, PromptTooLong
 from hearth.core.types import FinishReason, RequestId, SamplingParams
 from hearth.engine.engine import Engine, Usage
-from hearth.engine.pending_step import PendingStep
+from hearth.engine.pending_step import PendingStep, StepInFlight
 from hearth.engine.step_times import StepTimer
 from hearth.policy.batch.plan import StepPlan
 from hearth.policy.batch.prompt_allowance import FIRST_LONE_TOKENS
@@ -166,11 +167,14 @@ def test_a_cpu_begins_with_few_tokens_of_a_long_prompt(monkeypatch: pytest.Monke
     assert_greedy("llama-gqa", asked, answer.tokens)
 
 
-class ShutGate:
-    """A gate whose weights are always there, and never all."""
+class OpeningGate:
+    """A gate whose weights are always there, and all of them after some steps."""
+
+    def __init__(self, num_steps: float) -> None:
+        self._num_steps = num_steps
 
     def is_open(self) -> bool:
-        return False
+        return self._num_steps <= 0
 
     def embed(self) -> None:
         pass
@@ -179,14 +183,37 @@ class ShutGate:
         pass
 
     def head(self) -> None:
-        pass
+        self._num_steps -= 1
 
 
 def test_steps_that_may_have_waited_for_weights_are_not_measured() -> None:
     engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06))
-    engine.runner.layers.follow(ShutGate())
+    engine.runner.layers.follow(OpeningGate(math.inf))
     ask(engine, prompts("llama-gqa", [5]), greedy())
     assert engine.samples.typical() == []
+
+
+def test_a_long_prompt_beside_decoding_soon_advances_by_many_tokens_on_a_slow_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps take as long whatever they have, and the first one waits for weights, so it tells nothing."""
+    monkeypatch.setattr(StepTimer, "seconds", lambda timer: 0.4)
+    engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.1))
+    engine.runner.layers.follow(OpeningGate(1))
+    asked, num_tokens, launch = prompts("llama-gqa", [10, 100]), list[int](), engine.runner.launch
+
+    def watched_launch(plan: StepPlan) -> StepInFlight:
+        num_tokens.append(plan.num_prompt_tokens)
+        return launch(plan)
+
+    monkeypatch.setattr(engine.runner, "launch", watched_launch)
+    answers = ask(engine, asked, greedy(20))
+
+    assert num_tokens[0] <= FIRST_LONE_TOKENS
+    assert sum(num_tokens) == 110
+    assert max(num_tokens) > 2 * FIRST_LONE_TOKENS
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert_greedy("llama-gqa", prompt, answer.tokens)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -115,7 +115,7 @@ class Cluster:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for node in list(self._nodes.others.values()):
-            self._lose(node, "the service ends")
+            self._lose(node, "the service ends", logging.INFO)
         if self._answering is not None:
             self._answering.close()
         if self._port is not None:
@@ -234,12 +234,12 @@ class Cluster:
         log.info("worker_linked worker=%s device=%s", worker, opened.hello.device)
         self._receiver.joined(channel, opened.hello)
 
-    def _lose(self, node: RemoteNode, reason: str) -> None:
+    def _lose(self, node: RemoteNode, reason: str, level: int = logging.WARNING) -> None:
         if self._nodes.others.pop(node.node_id, None) is None:
             return
         self._metrics.node_up.labels(node.name).set(0)
         self._reasons[node.name] = reason
-        log.warning("node_lost node=%s reason=%s", node.node_id, reason)
+        log.log(level, "node_lost node=%s reason=%s", node.node_id, reason)
         self._await_member(node.name)
         node.expect_end(f"was lost with its node ({reason})")
         for link in list(node.links.values()):

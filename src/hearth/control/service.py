@@ -50,6 +50,7 @@ from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_template import WorkerTemplate
 from hearth.policy.fleet.events import BrainConfig, Scaling, WhileLoading
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.routing import explain_unplaced
 from hearth.snapshot.directory import SnapshotDirectory
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ async def running(
             notes=lambda: (
                 *(one.note for one in noting if one.note is not None),
                 *snapshots.notes,
+                *explain_unplaced(driver.fleet),
                 *(() if cluster is None else cluster.notes()),
             ),
         )

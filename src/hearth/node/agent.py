@@ -103,7 +103,6 @@ class Agent:
                     log.warning("head_unreachable reason=%s", error)
             else:
                 self._tell(f"joined {self._describe(welcome)}")
-                log.info("joined node=%s head=%s:%d", welcome.node, self._host, self._port)
                 reason = await self._live(channel, welcome)
                 self._tell(
                     f"lost the head at {self._host}:{self._port}: {reason}; trying again until stopped"

@@ -183,6 +183,34 @@ def test_a_large_model_on_few_cores_reads_prompts_in_steps_of_seconds() -> None:
     assert lone(read_alone(0.4, 0.04)) == pytest.approx(90, abs=5)
 
 
+def read_beside(rows_s: float, token_s: float, num_steps: int = 12) -> list[int]:
+    """Return how many tokens of a crowd each step of a slow device has, the first ones beside no decoding."""
+    allowance, num_tokens = PromptAllowance(0.1, is_slow=True), list[int]()
+    for step in range(num_steps):
+        num_tokens.append(max(FIRST_LONE_TOKENS, allowed(allowance, num_waiting_tokens=1000)))
+        allowance.measured(min(step, 1), num_tokens[-1], rows_s + token_s * num_tokens[-1])
+    return num_tokens
+
+
+def test_a_first_step_with_few_tokens_does_not_make_prompts_dear() -> None:
+    """A step of 16 tokens takes hardly longer than one without, so 900 tokens must not take 56 steps."""
+    fair_tokens = FAIR_SHARE * 0.35 / 0.0016
+    assert read_beside(0.35, 0.0016)[3:] == pytest.approx([fair_tokens] * 9, rel=0.05)
+
+
+def test_tokens_that_are_dear_indeed_stay_few_after_one_try() -> None:
+    assert read_beside(0.02, 0.025) == [16, 128, *[16] * 10]
+    assert read_beside(4.0, 0.1) == [16] * 12, "eight times as many may take eight times as long"
+
+
+@given(st.floats(1e-4, 10.0), st.floats(1e-6, 1.0))
+def test_the_first_prompts_beside_decoding_never_make_a_step_longer_than_lone_ones(
+    rows_s: float, token_s: float
+) -> None:
+    longest_s = max(LONE_STEPS * 0.1, rows_s + token_s * FIRST_LONE_TOKENS, (1 + FAIR_SHARE) * rows_s)
+    assert rows_s + token_s * max(read_beside(rows_s, token_s)) <= 1.1 * longest_s
+
+
 def test_a_short_prompt_says_nothing_against_long_ones() -> None:
     allowance = read_alone(0.4, 0.04)
     before = lone(allowance)

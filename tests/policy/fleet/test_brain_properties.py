@@ -19,13 +19,13 @@ from hearth.policy.fleet.events import (
     RequestArrived,
     WorkerJoined,
 )
-from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.fleet import REPLACED_S, Fleet
 from hearth.policy.fleet.pipelines import could_hold
 from hearth.policy.fleet.records import Model, Replica, Worker
 from hearth.policy.fleet.replica_evictions import plan_evictions
 from hearth.policy.fleet.reserved_workers import ReservedWorkers
 from hearth.policy.fleet.routing import ReplicaPlace, choose_place
-from hearth.policy.fleet.serving import reserve_room
+from hearth.policy.fleet.serving import awaited_until_s, reserve_room
 from tests.policy.fleet.world import CONFIGS, KINDS, MANY_MOVES, MODELS, Moves, World, begun, profile, staged
 
 pytestmark = pytest.mark.slow
@@ -99,6 +99,11 @@ def check_nobody_waits_in_vain(fleet: Fleet) -> None:
         if could_hold(fleet, model.profile, Hold.BUSY):
             most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
             place = choose_place(fleet, model, most=most, reserved=reserved)
+            if place is not None and (until_s := awaited_until_s(fleet, model, place)) is not None:
+                assert fleet.now_s < until_s <= fleet.now_s + REPLACED_S
+                assert fleet.timer_s is not None, "nothing would end the wait"
+                assert fleet.timer_s <= until_s
+                continue
             # A pin may have left the model before without room; it is refused once all workers are there.
             assert place is None or not fleet.is_complete, f"`{model.name}` waits, but has room"
             assert not any(could_host(fleet, worker, model) for worker in find_open(reserved, model))
@@ -124,7 +129,8 @@ def check_nobody_is_held_up_for_long(fleet: Fleet) -> None:
     for model in [fleet.models[name] for name in fleet.queues.for_room]:
         for worker in fleet.workers.values():
             if could_host(fleet, worker, model):
-                assert any(is_keeping(fleet, one, worker) for one in earlier), f"`{model.name}` is held up"
+                is_kept = any(is_keeping(fleet, one, worker) for one in earlier)
+                assert is_kept or model.name in fleet.replaced, f"`{model.name}` is held up"
         earlier.append(model)
 
 

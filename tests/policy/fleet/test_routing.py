@@ -7,27 +7,33 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.core.types import AdapterId, Hold, ModelId, RequestId, WorkerId
+from hearth.core.types import AdapterId, Hold, ModelId, NodeId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     BrainConfig,
     ComputedPrompt,
+    Dispatch,
     End,
+    LinkMeasured,
     LoadModel,
     ModelDeployed,
     ModelReady,
     RequestArrived,
     RequestFinished,
+    ResidencyReported,
+    SetTimer,
     WantedAdapter,
     WorkerJoined,
     WorkerLost,
+    WorkersExpected,
 )
-from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.fleet import REPLACED_S, Fleet
 from hearth.policy.fleet.prefixes import PREFIX_TOKENS, KnownPrefixes, count_tokens, digest_prefixes
 from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.records import MAX_KNOWN, KnownAdapters, Replica, Request
 from hearth.policy.fleet.reserved_workers import MAX_OPTIONS
-from hearth.policy.fleet.routing import choose_replica, has_untried_place, routing_cost
+from hearth.policy.fleet.routing import choose_replica, explain_unplaced, has_untried_place, routing_cost
+from tests.policy.fleet.test_brain import Desk, of
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played, profile
 
 SECONDS = st.floats(0.0, 1e4)
@@ -256,3 +262,71 @@ def test_a_model_has_an_untried_place_only_where_it_has_not_failed_and_idle_mode
             and not worker.is_draining
         ]
         assert has_untried_place(fleet, model) == any(untried)
+
+
+def two_nodes(num_bytes: int = 10**9) -> Desk:
+    """A model that runs on `n1`, which has it on disk, and that `n2` could only fetch, in 40 s."""
+    desk = Desk()
+    desk.deploy(profile("a", num_bytes))
+    for node in ("n1", "n2"):
+        desk.join(f"{node}/w0", 4 * num_bytes)
+    at_once, n1, n2 = desk.now_s, NodeId("n1"), NodeId("n2")
+    desk._step(
+        ResidencyReported(at_once, ModelId("a"), {Rung.DISK: num_bytes}, n1),
+        ResidencyReported(at_once, ModelId("a"), {}, n2),
+        LinkMeasured(at_once, n1, n2, num_bytes / 40, 0.0),
+    )
+    (load,) = of(LoadModel, desk.ask("r1", "a"))
+    assert load.worker == "n1/w0"
+    desk.ready("a", "n1/w0")
+    return desk
+
+
+def test_a_request_waits_for_the_successor_of_its_worker_where_its_model_is_on_disk() -> None:
+    desk = two_nodes()
+    assert not of(LoadModel, desk.lose("n1/w0"))
+    assert not of(LoadModel, desk.ask("r2", "a"))
+    desk.now_s = 0.3
+    actions = desk.join("n1/w0.1", 4 * 10**9)
+    assert [load.worker for load in of(LoadModel, actions)] == ["n1/w0.1"]
+    assert [one.request_id for one in of(Dispatch, actions)] == ["r1", "r2"]
+
+
+def test_a_request_waits_no_longer_than_a_successor_may_take() -> None:
+    desk = two_nodes()
+    (timer,) = of(SetTimer, desk.lose("n1/w0"))
+    assert timer.at_s == REPLACED_S
+    desk.now_s = timer.at_s
+    assert [load.worker for load in of(LoadModel, desk.fire())] == ["n2/w0"]
+
+
+def test_no_request_waits_for_a_worker_that_is_not_replaced() -> None:
+    desk = two_nodes()
+    lost = WorkerLost(desk.now_s, WorkerId("n1/w0"), is_with_node=True)
+    assert [load.worker for load in of(LoadModel, desk._step(lost))] == ["n2/w0"]
+
+    desk = two_nodes()
+    desk.lose("n1/w0")
+    actions = desk._step(WorkersExpected(desk.now_s, NodeId("n1"), 0))
+    assert [load.worker for load in of(LoadModel, actions)] == ["n2/w0"]
+
+
+def test_no_request_waits_where_another_node_loads_as_soon() -> None:
+    desk = two_nodes()
+    desk._step(ResidencyReported(desk.now_s, ModelId("a"), {Rung.DISK: 10**9}, NodeId("n2")))
+    assert [load.worker for load in of(LoadModel, desk.lose("n1/w0"))] == ["n2/w0"]
+
+
+def test_too_few_replicas_are_explained_by_the_other_workers() -> None:
+    desk = Desk()
+    desk.join("w0")
+    (load,) = of(LoadModel, desk.deploy(profile("a", min_replicas=2)))
+    desk.ready("a", load.worker)
+    short = "model `a` has 1 of 2 replicas that should be kept loaded"
+    assert list(explain_unplaced(desk.fleet)) == [f"{short}: no other worker is up"]
+    desk.join("n1/w0", kind="other")
+    desk.join("n2/w0", budget_bytes=1)
+    (note,) = explain_unplaced(desk.fleet)
+    assert note.startswith(f"{short}: n1/w0: it cannot run on `other`; n2/w0: needs ")
+    desk.join("n3/w0")
+    assert list(explain_unplaced(desk.fleet)) == []

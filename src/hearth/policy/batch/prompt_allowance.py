@@ -10,11 +10,17 @@ from the last step that had many: otherwise long prompts behind short ones would
 
 If nothing decodes, a GPU computes its whole budget in a moment, and nothing is held back. A slow device,
 which may take minutes, begins with few tokens and continues with as many as fit by the last such steps.
+
+A step with few prompt tokens does not tell what they cost: nearly all of it may be the weights. Were it
+charged to the tokens, later steps would have as few, take as long and so confirm it. So on a slow device,
+whose decode rows leave no time within `max_step`, steps grow until one has many more tokens than another, and
+the difference tells the cost of a token.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 #: The part of an error that is corrected at once. One step alone may be an outlier.
 GAIN = 0.25
@@ -33,9 +39,15 @@ LONE_STEPS = 40
 FIRST_LONE_TOKENS = 16
 #: The most tokens that such a step has, for each of those in one that was measured.
 GROWTH = 8
-#: Of the first step with prompts, what rows that decode take at least.
+#: Of the first steps with prompts, what rows that decode take at least, and what the tokens take.
 _LEAST_SHARE = 0.05
 _LEAST_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredStep:
+    num_prompt_tokens: int
+    seconds: float
 
 
 class PromptAllowance:
@@ -51,6 +63,8 @@ class PromptAllowance:
         #: As above, both positive; None: not measured.
         self._rows_s: float | None = None
         self._token_s: float | None = None
+        #: Of a slow device: the quickest step with few prompt tokens, until the cost of a token is known.
+        self._quickest: _MeasuredStep | None = None
         #: The prompt tokens in the last step that had many, and the time of each.
         self._num_many, self._many_token_s = 0, 0.0
         self._is_crowded = False  #: until no prompt waits
@@ -76,6 +90,10 @@ class PromptAllowance:
 
     def measured(self, num_decode_rows: int, num_prompt_tokens: int, seconds: float) -> None:
         seconds = max(seconds, _LEAST_S)
+        if self._token_s is None and self.num_lone_tokens is not None:
+            self._measured_first(_MeasuredStep(num_prompt_tokens, seconds))
+            if self._token_s is None:
+                return
         if num_prompt_tokens and MANY_SHARE * self._num_many <= num_prompt_tokens:
             own_s = seconds - (self._rows_s or 0.0) if num_decode_rows else seconds
             self._num_many, self._many_token_s = num_prompt_tokens, max(0.0, own_s) / num_prompt_tokens
@@ -97,6 +115,18 @@ class PromptAllowance:
         self._rows_s = max(_LEAST_S, rows_s * (1 + correction * rows_s))
         if self._token_s is not None:
             self._token_s = max(_LEAST_S, self._token_s * (1 + correction * prompts_s))
+
+    def _measured_first(self, step: _MeasuredStep) -> None:
+        num_tokens, seconds, few = step.num_prompt_tokens, step.seconds, self._quickest
+        if few is None or num_tokens < 2 * max(few.num_prompt_tokens, FIRST_LONE_TOKENS):
+            if few is None or seconds < few.seconds:
+                self._quickest = step
+            if num_tokens:
+                self._measured_alone(num_tokens, seconds)
+            return
+        tokens_s = max(seconds - few.seconds, _LEAST_SHARE * seconds)
+        self._token_s = tokens_s / (num_tokens - few.num_prompt_tokens)
+        self._rows_s = max(seconds - self._token_s * num_tokens, _LEAST_SHARE * seconds)
 
     def _measured_alone(self, num_tokens: int, seconds: float) -> None:
         if self.num_lone_tokens is None:

@@ -410,6 +410,9 @@ def _lose_worker(fleet: Fleet, event: WorkerLost) -> list[Action]:
     is_certain = event.culprit is not None or not any(replica.is_ready for replica in suspects)
     replicas = list(worker.replicas.values())
     requests = fleet.lose(worker, suspects, event.in_step)
+    if not event.is_with_node:
+        whole = (one.model.name for one in replicas if one.is_ready and not one.stages)
+        fleet.await_successor(worker.node, whole)
     actions = [order for replica in replicas for order in _dissolve(replica, worker)]
     message = f"worker `{event.worker}` {event.reason} under it"
     for suspect in suspects:

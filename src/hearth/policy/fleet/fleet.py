@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from hearth.core.types import Hold, ModelId, NodeId, RequestId, WorkerId, model_of
@@ -19,8 +19,11 @@ from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import BrainConfig, RequestArrived, WorkerJoined
 from hearth.policy.fleet.holds import Expiries, HoldNotices
 from hearth.policy.fleet.queues import RequestQueues
-from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
+from hearth.policy.fleet.records import Drain, Model, Replacement, Replica, Request, Worker
 from hearth.policy.memory.reload_cost import ReloadCosts
+
+#: How long requests wait for a worker that is being replaced, at most: starting one takes 0.3 s.
+REPLACED_S = 1.0
 
 Name = TypeVar("Name", ModelId, WorkerId)
 
@@ -48,6 +51,8 @@ class Fleet:
         self.resting: dict[WorkerId, float] = {}
         #: No pipeline is formed before this: one was cut off, and the loss of a worker may come next.
         self.no_pipeline_until_s = -math.inf
+        #: Models that were ready on a lost worker which is being replaced, and where, in order.
+        self.replaced: dict[ModelId, Replacement] = {}
         #: Models that began to load on several workers, and when these may form a pipeline, in order.
         self.gathering: dict[ModelId, float] = {}
         #: Pipelines of workers that load the whole model, by the name that they are hosted under.
@@ -57,7 +62,7 @@ class Fleet:
         #: The most workers that were up at a time, or are expected: a lost one is replaced.
         self.most_by_node: dict[NodeId, int] = {}
         self._unranked: dict[WorkerId, Worker] = {}  #: ranked by their room when it matters
-        #: When the first waiting model without a drain stops reserving room.
+        #: When the first waiting model without a drain stops reserving room, or awaiting a worker.
         self.kept_until_s = math.inf
         self.timer_s: float | None = None
         self.next_scaling_s = math.inf  #: when machines may be added or given back next
@@ -77,6 +82,8 @@ class Fleet:
         while self.resting and next(iter(self.resting.values())) <= self.now_s:
             del self.resting[next(iter(self.resting))]
             self.queues.must_serve = True
+        while self.replaced and next(iter(self.replaced.values())).until_s <= self.now_s:
+            del self.replaced[next(iter(self.replaced))]
 
     def replicas(self) -> Iterator[Replica]:
         for worker in self.workers.values():
@@ -114,6 +121,7 @@ class Fleet:
             self.most_by_node[node] = num_workers
         else:
             self.most_by_node.pop(node, None)
+        self.queues.must_serve |= bool(self.replaced)
 
     def lose(
         self, worker: Worker, suspects: Collection[Replica], in_step: Collection[RequestId] | None
@@ -168,6 +176,16 @@ class Fleet:
                 for replica in list(worker.replicas.values()):
                     self.reindex(replica)
         self._note_workers()
+
+    def starts_workers(self, node: NodeId) -> bool:
+        return self.most_by_node.get(node, 0) > self.num_workers_by_node[node]
+
+    def await_successor(self, node: NodeId, models: Iterable[ModelId]) -> None:
+        """Let requests for models of a lost worker wait for the next worker of its node, for a moment."""
+        if self.starts_workers(node):
+            for name in models:
+                self.replaced.pop(name, None)
+                self.replaced[name] = Replacement(node, self.now_s + REPLACED_S)
 
     def lose_node(self, node: NodeId) -> None:
         """Forget a node whose workers are lost. It is not waited for."""

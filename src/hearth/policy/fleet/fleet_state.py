@@ -20,7 +20,16 @@ from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import BrainConfig, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Promise
-from hearth.policy.fleet.records import Drain, KnownAdapters, Model, Replica, ReplicaStage, Request, Worker
+from hearth.policy.fleet.records import (
+    Drain,
+    KnownAdapters,
+    Model,
+    Replacement,
+    Replica,
+    ReplicaStage,
+    Request,
+    Worker,
+)
 
 Facts = Mapping[str, object]  #: the stored fields of a record, by name
 
@@ -96,6 +105,7 @@ class FleetState:
     used_s: dict[WorkerId, float] = field(default_factory=dict)
     no_pipeline_until_s: float = -math.inf
     gathering: dict[ModelId, float] = field(default_factory=dict)
+    replaced: dict[ModelId, Replacement] = field(default_factory=dict)
 
 
 def save(fleet: Fleet) -> FleetState:
@@ -151,6 +161,7 @@ def save(fleet: Fleet) -> FleetState:
         no_pipeline_until_s=fleet.no_pipeline_until_s,
         used_s={name: one.used_s for name, one in fleet.workers.items()},
         gathering=fleet.gathering,
+        replaced=fleet.replaced,
     )
 
 
@@ -215,6 +226,7 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     )
     fleet.estimates, fleet.resting = state.estimates, state.resting
     fleet.no_pipeline_until_s, fleet.gathering = state.no_pipeline_until_s, state.gathering
+    fleet.replaced = state.replaced
     fleet.capacity.by_kind.update((kind, CapacityIndex()) for kind in state.kinds)
     fleet.draining = dict.fromkeys(state.draining)
     for joined in state.workers:

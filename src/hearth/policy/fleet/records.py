@@ -386,6 +386,14 @@ def _most(bytes_by_rung: Mapping[Rung, int]) -> int:
     return max(bytes_by_rung.values(), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A lost worker that its node replaces."""
+
+    node: NodeId
+    until_s: float  #: when requests no longer wait for it
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Drain:
     model: Model  #: that waits for the room

@@ -411,6 +411,24 @@ def explain_wait(fleet: Fleet, request_id: RequestId) -> str | None:
     return f"{worker.name}: {obstacle}"
 
 
+def explain_unplaced(fleet: Fleet) -> Iterator[str]:
+    """Say which models have fewer replicas than should be kept loaded, and why."""
+    for model in fleet.unplaced.values():
+        workers = (one for one in fleet.workers.values() if model.name not in one.replicas)
+        found = [f"{one.name}: {_explain_unplaced_on(model, one)}" for one in islice(workers, MAX_OPTIONS)]
+        yield (
+            f"model `{model.name}` has {len(model.pinned_replicas)} of {model.num_pinned} replicas that "
+            f"should be kept loaded: {'; '.join(found) or 'no other worker is up'}"
+        )
+
+
+def _explain_unplaced_on(model: Model, worker: Worker) -> str:
+    footprint = None if model.profile is None else model.profile.footprints.get(worker.kind)
+    if worker.is_draining or footprint is None or worker.name in model.failed_on:
+        return _explain_obstacle(model, worker)
+    return explain_shortage(worker, footprint) or "models with requests come first"
+
+
 def _explain_obstacle(model: Model, worker: Worker) -> str:
     replica = worker.replicas.get(model.name)
     if worker.is_draining:

@@ -4,6 +4,7 @@ Room goes to the first model that waits for some; no later one may take any on w
 it, so that it cannot starve. After `patience_s` busy models of one worker are drained for it (`drain.py`),
 and only that worker stays reserved. A model that no worker can hold gets a pipeline (`pipelines.py`), for
 which all its workers are drained. A model without a drainable worker reserves room for `max_drain_s` more.
+A model whose worker was lost waits up to `REPLACED_S` for the next one of that node, if that has it sooner.
 
 Slots go in the same order. One in four of a replica is kept for interactive requests, until the waiting batch
 request has been queued for `BATCH_PATIENCE_S`.
@@ -72,6 +73,9 @@ def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
             continue
         most = BUSY if fleet.config.takes_turns else WARM
         if (place := choose_place(fleet, model, most=most, reserved=reserved)) is not None:
+            if (until_s := awaited_until_s(fleet, model, place)) is not None:
+                fleet.kept_until_s = min(fleet.kept_until_s, until_s)
+                continue
             actions += _load(fleet, model, place) + _end_drains(fleet)
             continue
         candidates.pass_over(model)
@@ -83,6 +87,18 @@ def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
         candidates.count_behind()
     reserved.add_drained()
     return actions
+
+
+def awaited_until_s(fleet: Fleet, model: Model, place: ReplicaPlace) -> float | None:
+    """Return how long a model awaits the successor of its lost worker; None: a place on another node is as
+    good, or there is no successor."""
+    replacement = fleet.replaced.get(model.name)
+    if replacement is None or model.profile is None or place.worker.node == replacement.node:
+        return None
+    if not fleet.starts_workers(replacement.node):
+        return None
+    load_s = fleet.estimates.load_s(model.profile.num_bytes, model, replacement.node)
+    return replacement.until_s if replacement.until_s - fleet.now_s + load_s < place.start_s else None
 
 
 def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
