@@ -73,10 +73,10 @@ class LocalAnswerer:
         self.has_chat_template = llm.has_chat_template
 
     def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[AnswerDelta, None, None]:
-        return _deltas(self._llm.stream(self._llm.chat_prompt(messages), params, adapter=self._adapter))
+        return _deltas(self._llm.stream(self._llm.chat_prompt(messages), params, lora_request=self._adapter))
 
     def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
-        return _deltas(self._llm.stream(prompt, params, adapter=self._adapter))
+        return _deltas(self._llm.stream(prompt, params, lora_request=self._adapter))
 
     def wait_loaded(self) -> LoadRecord | None:
         return self._llm.wait_loaded()
