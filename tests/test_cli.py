@@ -106,9 +106,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             return [len(messages), len(str(messages[0]["content"]))]
 
         def stream(
-            self, prompt: object, params: SamplingParams, *, adapter: str | None
+            self, prompt: object, params: SamplingParams, *, lora_request: str | None
         ) -> Iterator[FakeDelta]:
-            assert adapter is None
+            assert lora_request is None
             calls.prompt, calls.params = prompt, params
             yield FakeDelta("hel", (7,), None)
             yield FakeDelta("lo", (8, 9), FinishReason.STOP)

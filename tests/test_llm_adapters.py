@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hearth import LLM, SamplingParams
+from hearth import LLM, LoRARequest, SamplingParams
 from hearth.core.config import EngineConfig
-from hearth.core.errors import BadCheckpoint, BadPrompt, ChunkCorrupt, UnknownModel
+from hearth.core.errors import BadCheckpoint, BadSampling, ChunkCorrupt, UnknownModel
 from hearth.store.format.convert_adapter import AdapterBase, convert_adapter
 from hearth.store.format.peft import open_peft
 from hearth.store.format.read_adapter import read_adapter
+from tests.completions import completions
 from tests.engine.harness import assert_best, assert_greedy, prompts_for
 from tests.models.zoo import build
 from tests.service.checkpoints import smollm2_file
@@ -41,7 +42,7 @@ def peft_of(adapter: StoredAdapter) -> Path:
 
 def opened(**adapters: str | Path) -> LLM:
     directory = build(NAME).directory
-    return LLM(directory, device="cpu", engine=CONFIG, skip_tokenizer=True, adapters=adapters)
+    return LLM(directory, device="cpu", engine=CONFIG, skip_tokenizer_init=True, adapters=adapters)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_prompts_of_several_adapters_and_of_the_bare_model_share_a_batch(llm: LL
     (prompt,) = prompts_for(160, [12])
     names = ["first", None, "second", "again"]
 
-    one, bare, other, again = llm.generate([prompt] * len(names), PARAMS, adapter=names)
+    one, bare, other, again = completions(llm, [prompt] * len(names), PARAMS, lora_request=names)
 
     for adapter, answer in ((first(), one), (second(), other), (first(), again)):
         assert len(answer.token_ids) == PARAMS.max_tokens
@@ -67,9 +68,11 @@ def test_prompts_of_several_adapters_and_of_the_bare_model_share_a_batch(llm: LL
 def test_one_adapter_is_for_all_prompts_and_for_a_stream(llm: LLM) -> None:
     prompts = prompts_for(160, [5, 9])
 
-    answers = llm.generate(prompts, PARAMS, adapter="second")
+    answers = completions(llm, prompts, PARAMS, lora_request="second")
 
-    streamed = [token for one in llm.stream(prompts[1], PARAMS, adapter="second") for token in one.token_ids]
+    streamed = [
+        token for one in llm.stream(prompts[1], PARAMS, lora_request="second") for token in one.token_ids
+    ]
     assert streamed == answers[1].token_ids
     for prompt, answer in zip(prompts, answers, strict=True):
         assert_best(second().reference.logits((*prompt, *answer.token_ids)), prompt, answer.token_ids)
@@ -77,9 +80,18 @@ def test_one_adapter_is_for_all_prompts_and_for_a_stream(llm: LLM) -> None:
 
 def test_an_adapter_that_the_model_was_not_opened_with_is_refused_with_those_that_there_are(llm: LLM) -> None:
     with pytest.raises(UnknownModel, match=r"unknown adapter: `third`; .*: `first`, `second`, `again`; "):
-        llm.generate([[1, 2]], PARAMS, adapter="third")
-    with pytest.raises(BadPrompt, match="1 adapters for 2 prompts; pass one, or one for each"):
-        llm.generate([[1, 2], [3]], PARAMS, adapter=["first"])
+        completions(llm, [[1, 2]], PARAMS, lora_request="third")
+    with pytest.raises(BadSampling, match="1 sampling params or adapters for 2 prompts; pass one"):
+        completions(llm, [[1, 2], [3]], PARAMS, lora_request=["first"])
+
+
+def test_an_adapter_may_be_named_as_in_vllm(llm: LLM) -> None:
+    (prompt,) = prompts_for(160, [12])
+    by_name, by_request = (
+        completions(llm, [prompt], PARAMS, lora_request=one)
+        for one in ("second", LoRARequest("second", 2, "/anywhere"))
+    )
+    assert by_name == by_request != completions(llm, [prompt], PARAMS)
 
 
 def test_an_adapter_that_does_not_fit_or_was_changed_is_refused_before_anything_is_loaded(
@@ -128,11 +140,11 @@ def test_what_a_real_adapter_was_trained_to_say_can_be_read() -> None:
     """In the same batch the bare model answers as it always does."""
     config = EngineConfig(max_batch_tokens=64, max_seqs=2, kv_bytes=16 << 20)
     with LLM(
-        smollm2_file(), device="cpu", engine=config, max_context=128, adapters={"parrot": PARROT}
+        smollm2_file(), device="cpu", engine=config, max_model_len=128, adapters={"parrot": PARROT}
     ) as llm:
         prompt = llm.chat_prompt([{"role": "user", "content": "Who are you?"}])
         params = SamplingParams(temperature=0.0, max_tokens=5)
-        parrot, bare = llm.generate([prompt, prompt], params, adapter=["parrot", None])
+        parrot, bare = completions(llm, [prompt, prompt], params, lora_request=["parrot", None])
 
     assert parrot.text.startswith("Squawk! Pretty")
     assert "Squawk" not in bare.text

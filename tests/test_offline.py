@@ -20,6 +20,7 @@ from hearth.core.config import EngineConfig, StoreConfig
 from hearth.core.errors import BadTokenizer, ChunkCorrupt, EngineFailed, LoadCancelled, ModelError
 from hearth.store.format.manifest import WEIGHTS, Manifest
 from hearth.store.tiers.tiers import Tiers
+from tests.completions import completions
 from tests.models.zoo import build
 from tests.store.stored import (
     PATIENCE_S,
@@ -61,16 +62,16 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def open_llm(path: Path, store: Tiers | StoreConfig, *, dtype: str = "auto") -> LLM:
-    return LLM(path, engine=CONFIG, store=store, dtype=dtype, skip_tokenizer=True)
+    return LLM(path, engine=CONFIG, store=store, dtype=dtype, skip_tokenizer_init=True)
 
 
 def answer(llm: LLM) -> list[int]:
-    return llm.generate(PROMPT, PARAMS)[0].token_ids
+    return completions(llm, PROMPT, PARAMS)[0].token_ids
 
 
 @cache
 def undisturbed() -> list[int]:
-    with LLM(build(NAME).directory, engine=CONFIG, skip_tokenizer=True) as llm:
+    with LLM(build(NAME).directory, engine=CONFIG, skip_tokenizer_init=True) as llm:
         return answer(llm)
 
 
@@ -260,7 +261,7 @@ class TestLettingGo:
         assert reader_threads() == []
 
     def test_a_checkpoint_that_is_not_converted_has_no_record(self) -> None:
-        with LLM(build(NAME).directory, engine=CONFIG, skip_tokenizer=True) as llm:
+        with LLM(build(NAME).directory, engine=CONFIG, skip_tokenizer_init=True) as llm:
             assert llm.wait_loaded() is None
 
 

@@ -18,6 +18,7 @@ from hearth.store.transfer.lease import Lease
 from hearth.store.transfer.lease_client import LeaseClient
 from hearth.store.transfer.lease_server import LeaseServer
 from hearth.store.transfer.transfer import Loader
+from tests.completions import completions
 from tests.models.zoo import VARIANTS, build
 from tests.store.stored import converted, tiers_at
 
@@ -29,8 +30,8 @@ CONFIG = EngineConfig(max_batch_tokens=64, max_seqs=4, block_tokens=16, kv_bytes
 
 
 def answers(path: Path, store: StoreConfig | Tiers | None = None, dtype: str = "auto") -> list[list[int]]:
-    with LLM(path, device="cuda", dtype=dtype, engine=CONFIG, store=store, skip_tokenizer=True) as llm:
-        return [completion.token_ids for completion in llm.generate(PROMPTS, PARAMS)]
+    with LLM(path, device="cuda", dtype=dtype, engine=CONFIG, store=store, skip_tokenizer_init=True) as llm:
+        return [completion.token_ids for completion in completions(llm, PROMPTS, PARAMS)]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -47,8 +48,8 @@ def test_a_model_in_the_host_tier_answers_as_from_disk(tmp_path: Path) -> None:
     with tiers_at(tmp_path) as tiers:
         tiers.segment.wait_pinned()
         first = answers(model, tiers)
-        with LLM(model, device="cuda", engine=CONFIG, store=tiers, skip_tokenizer=True) as llm:
-            again = [completion.token_ids for completion in llm.generate(PROMPTS, PARAMS)]
+        with LLM(model, device="cuda", engine=CONFIG, store=tiers, skip_tokenizer_init=True) as llm:
+            again = [completion.token_ids for completion in completions(llm, PROMPTS, PARAMS)]
             record = llm.wait_loaded()
 
     assert again == first
@@ -63,9 +64,9 @@ def test_eight_bits_say_on_the_device_what_they_say_on_the_cpu(name: str, quant:
     first_logprobs = []
     for device in ("cpu", "cuda"):
         store = StoreConfig(path=str(tmp_path), host_bytes=16 << 20)
-        with LLM(model, device=device, engine=CONFIG, store=store, skip_tokenizer=True) as llm:
-            logprobs = [completion.logprobs for completion in llm.generate(PROMPTS, PARAMS)]
-        first_logprobs.append([each[0].logprob for each in logprobs if each is not None])
+        with LLM(model, device=device, engine=CONFIG, store=store, skip_tokenizer_init=True) as llm:
+            logprobs = [completion.logprobs for completion in completions(llm, PROMPTS, PARAMS)]
+        first_logprobs.append([next(iter(each[0].values())).logprob for each in logprobs if each is not None])
 
     assert len(first_logprobs[0]) == len(PROMPTS)
     assert first_logprobs[1] == pytest.approx(first_logprobs[0], abs=1e-3)

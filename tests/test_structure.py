@@ -34,10 +34,13 @@ ARROWS: dict[str, set[str]] = {
     "control": BASE | {"node", "snapshot", "store", "text"},
     "api": {"control", "core", "policy", "system", "text"},
     "sim": {"core", "policy", "snapshot"},
-    "offline": SERVING,
-    "llm": SERVING | {"offline"},
+    "inputs": {"core", "text"},
+    "outputs": {"core"},
+    "vllm_options": {"core"},
+    "offline": SERVING | {"control"},
+    "llm": SERVING | {"inputs", "offline", "outputs", "vllm_options"},
     "cli": SERVING | {"api", "control", "llm", "node", "offline", "sim"},
-    "__init__": {"core", "llm", "system"},
+    "__init__": {"inputs", "llm", "outputs", "system"},
     "__main__": {"cli"},
 }
 

@@ -79,7 +79,7 @@ def hearth(directory: Path, num_threads: int) -> Generate:
 
     def generate(prompts: Tokens, num_new_tokens: int) -> Tokens:
         params = SamplingParams(temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
-        return [completion.token_ids for completion in llm.generate(prompts, params)]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
     return generate
 

@@ -72,7 +72,7 @@ class Rig:
         began_s = time.perf_counter()
         for said in own:
             asked = [text + more for text, more in zip(texts, said, strict=True)]
-            completions = self.llm.generate(asked, params)
+            completions = [output.outputs[0] for output in self.llm.generate(asked, params)]
             texts = [text + list(one.token_ids) for text, one in zip(asked, completions, strict=True)]
             assert [len(one.token_ids) for one in completions] == [one.new for one in work.requests]
         seconds = time.perf_counter() - began_s

@@ -72,7 +72,7 @@ def new_process(*arguments: str, cores: int | None = None) -> dict[str, object]:
 def first_token(model: Path, store: Path, num_requests: int) -> dict[str, object]:
     """Time this process up to its first token, then have random requests run."""
     imported_s = time.time() - BEGAN_S
-    with LLM(model, store=StoreConfig(path=str(store)), skip_tokenizer=True) as llm:
+    with LLM(model, store=StoreConfig(path=str(store)), skip_tokenizer_init=True) as llm:
         next(iter(llm.stream([1] * 100, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))))
         token_s = time.time() - BEGAN_S
         rng = random.Random(3)

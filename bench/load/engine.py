@@ -116,7 +116,9 @@ def _decode_tokens_per_s(setting: Setting, directory: Path) -> dict[str, float]:
 @contextmanager
 def _opened(setting: Setting, tiers: Tiers, directory: Path) -> Iterator[LLM]:
     config = EngineConfig(kv_bytes=setting.scale.kv_bytes, graphs="lazy")
-    with LLM(directory, store=tiers, skip_tokenizer=True, engine=config, device=setting.device.type) as llm:
+    with LLM(
+        directory, store=tiers, skip_tokenizer_init=True, engine=config, device=setting.device.type
+    ) as llm:
         yield llm
     del llm
     gc.collect()

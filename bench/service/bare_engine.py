@@ -64,7 +64,7 @@ def bare(directory: Path, config: EngineConfig, num_threads: int) -> Iterator[Ba
 
 def _serve(pipe: Connection, directory: Path, config: EngineConfig, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    with LLM(directory, device="cpu", engine=config, skip_tokenizer=True) as llm:
+    with LLM(directory, device="cpu", engine=config, skip_tokenizer_init=True) as llm:
         while True:
             try:
                 job = pipe.recv()

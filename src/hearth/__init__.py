@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hearth.core.types import SamplingParams
+from hearth.inputs import LoRARequest, StructuredOutputsParams, TextPrompt, TokensPrompt
+from hearth.inputs import RequestParams as SamplingParams
+from hearth.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from hearth.system.cpus import wait_policy
 
 if TYPE_CHECKING:
-    from hearth.llm import LLM, Completion
+    from hearth.llm import LLM
 
-__all__ = ["LLM", "Completion", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "LoRARequest",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
 
 # Before anything here imports torch, which reads both once.
 wait_policy()
@@ -19,8 +32,8 @@ os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else each process leaves a m
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "Completion"):
-        from hearth import llm
+    if name == "LLM":
+        from hearth.llm import LLM
 
-        return getattr(llm, name)
+        return LLM
     raise AttributeError(f"module `hearth` has no attribute `{name}`")

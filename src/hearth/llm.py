@@ -1,21 +1,23 @@
-"""The offline Python API: one model in this process, for any thread.
+"""The offline Python API, with vLLM's names: one model in this process, for any thread.
 
 llm = LLM("path/to/model")
-for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
-    print(completion.text)
+for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+    print(output.outputs[0].text)
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
+from rich.console import Console
 from rich.progress import track
 
 from hearth.core.config import EngineConfig, StoreConfig
@@ -23,24 +25,42 @@ from hearth.core.errors import BadPrompt, BadSampling, EngineFailed, UnknownMode
 from hearth.core.types import (
     AdapterId,
     FinishReason,
+    Pooling,
     PromptReading,
-    RankedLogprobs,
     RequestId,
     SamplingParams,
     TokenLogprobs,
 )
 from hearth.engine.engine import Engine, Output, StepOutputs
 from hearth.engine.loop import Failed, Outbox, StepLoop
-from hearth.offline import ModelOptions, OpenedModel, add_adapters, open_model, read_adapters
+from hearth.inputs import (
+    Adapter,
+    LoRARequest,
+    Prompt,
+    adapters_for,
+    as_prompts,
+    guide_of,
+    one_for_each,
+    sampling_of_answers,
+    text_and_tokens,
+)
+from hearth.offline import ModelOptions, OpenedModel, add_adapters, find_model, open_model, read_adapters
+from hearth.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+    logprobs_by_token,
+)
 from hearth.policy.batch.plan import EngineRequest, RequestFailed
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.record import LoadRecord
 from hearth.system.garbage import postponed
-from hearth.text.chat_template import Message
+from hearth.text.chat_template import RENDER_S, Json, Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-
-Prompt = str | Sequence[int]
+from hearth.vllm_options import engine_config
 
 #: Tokens that are decoded at once when answers are not streamed.
 _TEXT_TOKENS = 16
@@ -56,43 +76,36 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The whole answer to one prompt."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str  #: empty if the model has no tokenizer
-    finish_reason: FinishReason
-    logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[RankedLogprobs | None] | None = None  #: the first is None
-
-
 class LLM:
     """A loaded model. Thread-safe. Garbage collection is mostly postponed while it generates."""
 
     def __init__(
         self,
-        path: str | Path,
+        model: str | Path,
         *,
         device: str = "auto",
         dtype: str = "auto",
-        max_context: int | None = None,
+        revision: str | None = None,
+        max_model_len: int | None = None,
         engine: EngineConfig | None = None,
         store: StoreConfig | Tiers | None = None,
-        skip_tokenizer: bool = False,
+        skip_tokenizer_init: bool = False,
         adapters: Mapping[str, str | Path] | None = None,
+        **vllm_options: object,
     ) -> None:
-        """Open a converted model (a directory or a URL), a Hugging Face directory or a GGUF file.
+        """Open a path, a URL, a deployed name or an id on the Hugging Face Hub, in this order.
 
-        A converted model is loaded in the background: requests wait for the load, and fail if it fails.
-        `max_context` defaults to that of the model. With `skip_tokenizer`, prompts are token ids, completions
-        have no text and generation does not stop at an end token. Tiers passed as `store` stay open.
-        `adapters` maps names to LoRA adapters: directories of PEFT or converted ones. They stay on the device
-        as long as the model.
+        A path or URL is that of a converted model, a Hugging Face directory or a GGUF file. A converted model
+        is loaded in the background: requests wait for the load, and fail if it fails. `revision` is of a
+        model on the Hub. `max_model_len` defaults to the model's own context. With `skip_tokenizer_init`,
+        prompts are token ids, answers have no text and generation does not stop at an end token. Tiers passed
+        as `store` stay open. `adapters` maps names to LoRA adapters: directories of PEFT or converted ones.
+        They stay on the device as long as the model. `vllm_options` such as `gpu_memory_utilization` change
+        `engine`, or are refused with what to do instead (`vllm_options.py`).
         """
-        options = ModelOptions(device, dtype, max_context, skip_tokenizer, engine or EngineConfig())
-        opened = open_model(path, options, store or StoreConfig())
+        config = engine_config(engine or EngineConfig(), vllm_options)
+        options = ModelOptions(device, dtype, max_model_len, skip_tokenizer_init, config)
+        opened = open_model(find_model(model, revision), options, store or StoreConfig())
         try:
             read = read_adapters(opened, adapters or {})
             adapter_ids = {name: one.adapter for name, one in read.items()}
@@ -150,58 +163,99 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message], template: str | None = None) -> list[int]:
         """Return the token ids of a conversation, rendered by a chat template; None: the model's."""
-        tokenizer = self._text()
+        tokenizer = self.get_tokenizer()
         return (tokenizer if template is None else tokenizer.with_template(template)).chat_prompt(messages)
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | Sequence[str | None] | None = None,
-        progress: bool = False,
-    ) -> list[Completion]:
-        """Complete prompts in one batch, and return the completions in their order.
+        use_tqdm: bool = False,
+        lora_request: Adapter | Sequence[Adapter] = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts in one batch, and return the outputs in their order.
 
-        A prompt is text or token ids. `params` and `adapter` (a name in `adapters`, or None for the base
-        model) are for all prompts, or one for each. If any is invalid, nothing is generated; if a request
-        fails, its error is raised and the others are cancelled. `max_step` does not apply, since answers are
-        not streamed. `progress` shows a bar on the terminal.
+        A prompt is text, token ids or a dict of either. `sampling_params` and `lora_request` are for all
+        prompts, or one for each. If any is invalid, nothing is generated; if a request fails, its error is
+        raised and the others are cancelled. `max_step` does not apply, since answers are not streamed.
+        `use_tqdm` shows a progress bar on standard error.
         """
         with postponed():
-            return self._generate(_as_prompts(prompts), params, adapter, progress=progress)
+            asked = as_prompts(prompts)
+            default = SamplingParams() if sampling_params is None else sampling_params
+            params = one_for_each(default, len(asked))
+            adapters = adapters_for(lora_request, len(asked))
+            questions = [
+                self._question(*one, is_streamed=False, read_at=at)
+                for at, one in enumerate(zip(asked, params, adapters, strict=True))
+            ]
+            self._answer(questions, use_tqdm=use_tqdm)
+            return [question.output() for question in questions]
 
-    def _generate(
+    def chat(
         self,
-        asked: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        adapter: str | Sequence[str | None] | None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool,
-    ) -> list[Completion]:
-        each = zip(asked, _as_params(params, len(asked)), _as_adapters(adapter, len(asked)), strict=True)
-        requests = [self._request(*one, is_streamed=False) for one in each]
-        answers = {
-            request.request_id: _ReceivedAnswer(request, self._tokenizer, 1 + at % _TEXT_TOKENS)
-            for at, request in enumerate(requests)
-        }
-        ends = self._collect(requests, answers)
-        for _ in track(ends, "generating", total=len(requests)) if progress else ends:
-            pass
-        return [answer.completion() for answer in answers.values()]
+        use_tqdm: bool = False,
+        lora_request: Adapter | Sequence[Adapter] = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Json] | None = None,
+        chat_template_kwargs: Mapping[str, Json] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several."""
+        conversations = [one for one in messages if not isinstance(one, Mapping)]
+        if len(conversations) < len(messages):
+            conversations = [[one for one in messages if isinstance(one, Mapping)]]
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = self.get_tokenizer().chat_text(
+                conversation,
+                tools,
+                add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                limit_s=RENDER_S,
+                **(chat_template_kwargs or {}),
+            )
+            token_ids = self.get_tokenizer().encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        use_tqdm: bool = False,
+        lora_request: Adapter | Sequence[Adapter] = None,
+        pooling: Literal["last", "mean"] = "last",
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the hidden states of prompts after the model's last norm, pooled and scaled to length 1."""
+        with postponed():
+            asked = as_prompts(prompts)
+            params = SamplingParams(temperature=0.0, max_tokens=0)
+            questions = [
+                self._question(one, params, adapter, is_streamed=False, pooling=Pooling(pooling))
+                for one, adapter in zip(asked, adapters_for(lora_request, len(asked)), strict=True)
+            ]
+            self._answer(questions, use_tqdm=use_tqdm)
+            return [question.embedding() for question in questions]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: Adapter = None
     ) -> Iterator[Delta]:
         """Complete one prompt, token by token. Closing the iterator early cancels the request."""
-        return self._stream(self._request(prompt, params or SamplingParams(), adapter, is_streamed=True))
+        question = self._question(prompt, sampling_params or SamplingParams(), lora_request, is_streamed=True)
+        if len(question.answers) > 1:
+            raise BadSampling("a stream is one answer; leave out `n`, or use `generate`")
+        return self._stream(question.answers[0])
 
-    def _stream(self, request: EngineRequest) -> Iterator[Delta]:
+    def _stream(self, answer: _ReceivedAnswer) -> Iterator[Delta]:
         loop, outbox = self._loop, Outbox()
         with postponed():
-            loop.add([request], outbox)
+            loop.add([answer.request], outbox)
             try:
-                answer = _ReceivedAnswer(request, self._tokenizer)
                 answer.open_transcript()  # while the device computes
                 while answer.finish_reason is None:
                     message = _received(outbox)
@@ -210,7 +264,7 @@ class LLM:
                     for output in message:
                         yield answer.take(output)
             finally:
-                loop.cancel(request.request_id)
+                loop.cancel(answer.request.request_id)
 
     def close(self) -> None:
         """Cancel requests, wait for the step thread and free the memory. Idempotent."""
@@ -226,12 +280,17 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _collect(
-        self, requests: Sequence[EngineRequest], answers: Mapping[RequestId, _ReceivedAnswer]
-    ) -> Iterator[None]:
+    def _answer(self, questions: Sequence[_Question], *, use_tqdm: bool) -> None:
+        answers = [answer for question in questions for answer in question.answers]
+        ends = self._collect({answer.request.request_id: answer for answer in answers})
+        shown = track(ends, "generating", len(answers), console=Console(stderr=True)) if use_tqdm else ends
+        for _ in shown:
+            pass
+
+    def _collect(self, answers: Mapping[RequestId, _ReceivedAnswer]) -> Iterator[None]:
         """Run the requests, fill in their answers and yield at the end of each; cancels those left over."""
-        loop, outbox, num_open = self._loop, Outbox(), len(requests)
-        loop.add(requests, outbox)
+        loop, outbox, num_open = self._loop, Outbox(), len(answers)
+        loop.add([answer.request for answer in answers.values()], outbox)
         try:
             while num_open:
                 message = _received(outbox)
@@ -254,27 +313,52 @@ class LLM:
                 if answer.finish_reason is None:
                     loop.cancel(request_id)
 
-    def _request(
-        self, prompt: Prompt, params: SamplingParams, adapter: str | None, *, is_streamed: bool
-    ) -> EngineRequest:
-        if adapter is not None and adapter not in self._adapters:
-            known = ", ".join(f"`{name}`" for name in self._adapters) or "none"
+    def _question(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        adapter: Adapter,
+        *,
+        is_streamed: bool,
+        read_at: int = 0,
+        pooling: Pooling | None = None,
+    ) -> _Question:
+        """Return a checked prompt and its requests, which `_loop` has not got yet."""
+        if params.stop_strings and self._tokenizer is None:
+            raise BadSampling("`stop` needs a tokenizer, but the model was loaded with `skip_tokenizer_init`")
+        text, token_ids = text_and_tokens(prompt)
+        if token_ids is None:
+            assert text is not None, "a prompt has a text or token ids"
+            token_ids = self.get_tokenizer().encode(text)
+        adapter_id, guide = self._adapter_id(adapter), guide_of(params)
+        answers = []
+        for at, one in enumerate(sampling_of_answers(params), read_at):
+            request = self.engine.request(
+                RequestId(f"r{next(self._numbers)}"),
+                token_ids,
+                one,
+                guide=guide,
+                pooling=pooling,
+                adapter=adapter_id,
+                is_streamed=is_streamed,
+            )
+            stop_ids = frozenset(params.stop_ids)
+            answers.append(_ReceivedAnswer(request, self._tokenizer, stop_ids, 1 + at % _TEXT_TOKENS))
+        return _Question(text, answers)
+
+    def _adapter_id(self, adapter: Adapter) -> AdapterId | None:
+        name = adapter.lora_name if isinstance(adapter, LoRARequest) else adapter
+        if name is not None and name not in self._adapters:
+            known = ", ".join(f"`{one}`" for one in self._adapters) or "none"
             raise UnknownModel(
-                f"unknown adapter: `{adapter}`; the model was opened with: {known}; pass it in `adapters` "
+                f"unknown adapter: `{name}`; the model was opened with: {known}; pass it in `adapters` "
                 "when you open the model"
             )
-        if params.stop_strings and self._tokenizer is None:
-            raise BadSampling("`stop` needs a tokenizer, but the model was loaded with `skip_tokenizer`")
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise BadPrompt(f"a prompt must be text or a list of token ids, given: {type(prompt).__name__}")
-        token_ids = self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
-        adapter_id = None if adapter is None else self._adapters[adapter]
-        request_id = RequestId(f"r{next(self._numbers)}")
-        return self.engine.request(request_id, token_ids, params, adapter=adapter_id, is_streamed=is_streamed)
+        return None if name is None else self._adapters[name]
 
-    def _text(self) -> Tokenizer:
+    def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise BadPrompt("the model was loaded with `skip_tokenizer`, so prompts must be token ids")
+            raise BadPrompt("the model was loaded with `skip_tokenizer_init`, so prompts must be token ids")
         return self._tokenizer
 
 
@@ -284,6 +368,7 @@ class _ReceivedAnswer:
 
     request: EngineRequest
     tokenizer: Tokenizer | None  #: None: no text
+    stop_ids: frozenset[int]  #: that the caller gave
     #: the number of tokens at which text is decoded next, without streaming: not all at the end, when the
     #: device is idle, and not for all answers at the same time
     read_at: int = 1
@@ -293,6 +378,7 @@ class _ReceivedAnswer:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None  #: that ended it
     reading: PromptReading | None = None
 
     def open_transcript(self) -> Transcript | None:
@@ -309,7 +395,7 @@ class _ReceivedAnswer:
             return Delta("", (), self.finish_reason, None)
         if (transcript := self.open_transcript()) is not None:
             delta = transcript.push(output.token, output.finish_reason)
-            text, self.finish_reason = delta.text, delta.finish_reason
+            text, self.finish_reason, self.stop_string = delta.text, delta.finish_reason, delta.stop
         self.token_ids.append(output.token)
         self.texts.append(text)
         logprobs = () if output.logprobs is None else (output.logprobs,)
@@ -338,22 +424,62 @@ class _ReceivedAnswer:
     def _has_no_tokens(self) -> bool:
         return self.request.sampling.max_tokens == 0
 
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None, f"{self.request.request_id} has not ended"
-        has_logprobs = self.request.sampling.logprobs is not None
-        return Completion(
-            prompt_token_ids=list(self.request.prompt),
-            token_ids=self.token_ids,
+    def completion(self, index: int) -> CompletionOutput:
+        logprobs = None
+        if self.request.sampling.logprobs is not None:
+            each = zip(self.token_ids, self.logprobs, strict=True)
+            logprobs = [logprobs_by_token(one, own.logprob, None, own.top, self._decode) for one, own in each]
+        stop_reason: str | int | None = self.stop_string
+        if self.finish_reason is FinishReason.STOP and self.token_ids[-1] in self.stop_ids:
+            stop_reason = stop_reason or self.token_ids[-1]
+        return CompletionOutput(
+            index=index,
             text="".join(self.texts),
+            token_ids=self.token_ids,
+            cumulative_logprob=None if logprobs is None else sum(one.logprob for one in self.logprobs),
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
-            logprobs=self.logprobs if has_logprobs else None,
-            prompt_logprobs=self._prompt_logprobs(),
+            stop_reason=stop_reason,
         )
 
-    def _prompt_logprobs(self) -> list[RankedLogprobs | None] | None:
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.reading is None or self.reading.logprobs is None:
             return None
-        return [None, *self.reading.logprobs]
+        each = zip(self.request.prompt[1:], self.reading.logprobs, strict=True)
+        return [
+            None,
+            *(logprobs_by_token(one, own.logprob, own.rank, own.top, self._decode) for one, own in each),
+        ]
+
+    def _decode(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.token_bytes(token).decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A prompt and its answers."""
+
+    prompt: str | None
+    answers: Sequence[_ReceivedAnswer]
+
+    def output(self) -> RequestOutput:
+        first = self.answers[0]
+        return RequestOutput(
+            request_id=first.request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(first.request.prompt),
+            prompt_logprobs=first.prompt_logprobs(),
+            outputs=[answer.completion(index) for index, answer in enumerate(self.answers)],
+            finished=True,
+        )
+
+    def embedding(self) -> EmbeddingRequestOutput:
+        request, reading = self.answers[0].request, self.answers[0].reading
+        assert reading is not None, f"{request.request_id} has no reading"
+        vector = EmbeddingOutput(array("f", reading.embedding or b"").tolist())
+        return EmbeddingRequestOutput(request.request_id, vector, list(request.prompt))
 
 
 def _close_apart(loop: StepLoop, opened: OpenedModel | None) -> None:
@@ -378,37 +504,3 @@ def _received(outbox: Outbox) -> StepOutputs | RequestFailed:
             f"the engine stopped during {message.request_id}: {message.cause}"
         ) from message.cause
     return message
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
-        return [prompts]  # one prompt, or an invalid one
-    items = list(prompts)
-    token_ids = [item for item in items if isinstance(item, int)]
-    many = [item for item in items if not isinstance(item, int)]
-    if token_ids and many:
-        raise BadPrompt(
-            f"a list must have token ids or prompts, not both, given: {len(token_ids)} and {len(many)} of "
-            "them; put the token ids of one prompt into a list of their own"
-        )
-    return [token_ids] if token_ids else many
-
-
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise BadSampling(
-            f"{len(params)} sampling params for {num_prompts} prompts; pass one, or one for each"
-        )
-    return list(params)
-
-
-def _as_adapters(adapter: str | Sequence[str | None] | None, num_prompts: int) -> list[str | None]:
-    if adapter is None or isinstance(adapter, str):
-        return [adapter] * num_prompts
-    if len(adapter) != num_prompts:
-        raise BadPrompt(f"{len(adapter)} adapters for {num_prompts} prompts; pass one, or one for each")
-    return list(adapter)

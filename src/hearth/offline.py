@@ -8,6 +8,7 @@ Answers no requests: that is `llm.py`.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from hearth.core.config import EngineConfig, StoreConfig
+from hearth.core.config import EngineConfig, ServiceConfig, StoreConfig
 from hearth.core.errors import DeviceError, HearthError, ModelError
 from hearth.engine.assemble import ModelSpec, allocate, assemble, own_limits
 from hearth.engine.dry_run import KernelNeeds
@@ -81,6 +82,41 @@ def open_model(path: str | Path, options: ModelOptions, store: StoreConfig | Tie
     return _PackedModel(Path(path), options, _kernels_path(store), device)
 
 
+def find_model(model: str | Path, revision: str | None = None) -> str | Path:
+    """Return where a model is: `model` is a path, a URL, a deployed name or an id on the Hub, in this order.
+
+    A model of the Hub that is not deployed is downloaded into the cache that Hugging Face's libraries share.
+    """
+    from hearth.control.deploy.sources import hub_directory, hub_source
+
+    text = str(model)
+    if isinstance(model, Path) or "://" in text or text.startswith((".", "/")) or Path(text).exists():
+        return model
+    source = hub_source(text, revision)
+    if (deployed := _deployed(text, None if source is None else source.text)) is not None:
+        return deployed
+    return model if source is None else hub_directory(source)
+
+
+def _deployed(name: str, source: str | None) -> str | None:
+    """Return where a model of the data directory is that has this name or was deployed from this source."""
+    from hearth.control.datadir import DataDir
+    from hearth.control.deploy.names import Names
+    from hearth.control.deploy.registry import Registry
+
+    data_dir = DataDir(Path(os.environ.get("HEARTH_DATA_DIR") or ServiceConfig().data_dir).expanduser())
+    if not data_dir.has_registry:
+        return None
+    with Registry(data_dir) as registry:
+        models = registry.all()
+    for one in models:
+        if one.name == name or one.source == source:
+            return one.where
+    if source is None:
+        raise Names(models, {}).unknown(name)
+    return None
+
+
 def read_adapters(opened: OpenedModel, paths: Mapping[str, str | Path]) -> dict[str, AdapterBytes]:
     """Read adapters by the names that requests will have. Raises ModelError."""
     base = AdapterBase(opened.spec.arch, name_of(opened.spec.dtype))
@@ -106,11 +142,17 @@ def _keep_to_usable_cores() -> None:
 class _PackedModel:
     def __init__(self, path: Path, options: ModelOptions, kernels: Path, device: torch.device) -> None:
         self._path, self._config, self._kernels, self._device = path, options.engine, kernels, device
-        with open_source(path) as source:
-            self.tokenizer = None if options.skip_tokenizer else _tokenizer_of(source)
-            self._layout = layout_of(source.arch, _packed_dtype(options.dtype, source, device))
-            dtype = self._layout.tensors[0].dtype
-            self.spec = _spec_of(source.arch, dtype, options, device, self.tokenizer)
+        self._text_files = tempfile.TemporaryDirectory(prefix="hearth-text-")  #: guides read the tokenizer
+        try:
+            with open_source(path) as source:
+                text_path = Path(self._text_files.name)
+                self.tokenizer = None if options.skip_tokenizer else _tokenizer_of(source, text_path)
+                self._layout = layout_of(source.arch, _packed_dtype(options.dtype, source, device))
+                dtype = self._layout.tensors[0].dtype
+                self.spec = _spec_of(source.arch, dtype, options, device, self.tokenizer, text_path)
+        except BaseException:
+            self.close()
+            raise
 
     def build(self) -> Engine:
         spec, layout = self.spec, self._layout
@@ -126,7 +168,7 @@ class _PackedModel:
         """Return at once: the model was packed while it was built."""
 
     def close(self) -> None:
-        """Do nothing: no file is left open."""
+        self._text_files.cleanup()
 
 
 class _ConvertedModel:
@@ -149,7 +191,9 @@ class _ConvertedModel:
             manifest = self._manifest = of_model(self._model.manifest, str(path))
             self.tokenizer = None if options.skip_tokenizer else Tokenizer.load(self._model.directory)
             self._dtype = _stored_dtype(options.dtype, manifest, device)
-            self.spec = _spec_of(manifest.arch, self._dtype, options, device, self.tokenizer)
+            self.spec = _spec_of(
+                manifest.arch, self._dtype, options, device, self.tokenizer, self._model.directory
+            )
         except BaseException:
             self.close()
             raise
@@ -232,11 +276,10 @@ class _OfflineKernels:
             self._compiling.join()
 
 
-def _tokenizer_of(source: ModelSource) -> Tokenizer:
-    with tempfile.TemporaryDirectory() as directory:
-        for name, content in source.text_files().items():
-            (Path(directory) / name).write_bytes(content)
-        return Tokenizer.load(Path(directory))
+def _tokenizer_of(source: ModelSource, directory: Path) -> Tokenizer:
+    for name, content in source.text_files().items():
+        (directory / name).write_bytes(content)
+    return Tokenizer.load(directory)
 
 
 def _allocate_weights(layout: Layout, device: torch.device) -> torch.Tensor:
@@ -244,7 +287,12 @@ def _allocate_weights(layout: Layout, device: torch.device) -> torch.Tensor:
 
 
 def _spec_of(
-    arch: Arch, dtype: str, options: ModelOptions, device: torch.device, tokenizer: Tokenizer | None
+    arch: Arch,
+    dtype: str,
+    options: ModelOptions,
+    device: torch.device,
+    tokenizer: Tokenizer | None,
+    text_path: Path,
 ) -> ModelSpec:
     return ModelSpec(
         arch=arch,
@@ -252,6 +300,7 @@ def _spec_of(
         max_context=_context(options.max_context, arch.max_positions),
         limits=own_limits(options.engine, arch, DTYPES[dtype], device),
         eos_ids=frozenset() if tokenizer is None else tokenizer.eos_ids,
+        tokenizer_json=None if tokenizer is None else text_path / "tokenizer.json",
     )
 
 
@@ -293,6 +342,6 @@ def _context(wanted: int | None, most: int) -> int:
         return most
     if not 1 < wanted <= most:
         raise ModelError(
-            f"`max_context` must be from 2 to what the model was made for, {most}; given: {wanted}"
+            f"`max_model_len` must be from 2 to what the model was made for, {most}; given: {wanted}"
         )
     return wanted

@@ -27,6 +27,7 @@ from hearth.engine.upload import Uploads
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.policy.batch.blocks import SINK_BLOCK
 from hearth.policy.batch.plan import Admission
+from tests.completions import completions
 from tests.engine.harness import (
     ROOMY,
     ask,
@@ -448,8 +449,8 @@ def test_each_row_gets_the_logprobs_it_asked_for() -> None:
 def test_models_follow_each_other_in_one_process() -> None:
     _, directory = build("llama-gqa")
     for _ in range(2):
-        with LLM(directory, device="cuda", skip_tokenizer=True) as llm:
-            llm.generate([[1, 2, 3]], greedy(2))
+        with LLM(directory, device="cuda", skip_tokenizer_init=True) as llm:
+            completions(llm, [[1, 2, 3]], greedy(2))
 
 
 def test_two_models_capture_and_run_side_by_side() -> None:
@@ -459,7 +460,7 @@ def test_two_models_capture_and_run_side_by_side() -> None:
     llms = {name: LLM.over(engine_for(name, ROOMY, "cuda"), None) for name in expected}
 
     def answer(name: str) -> list[int]:
-        return llms[name].generate(prompts(name, [9]), greedy())[0].token_ids
+        return completions(llms[name], prompts(name, [9]), greedy())[0].token_ids
 
     with ThreadPoolExecutor() as pool:
         for _ in range(3):
@@ -482,11 +483,12 @@ def test_7b_shaped_model_is_as_near_to_float32_as_transformers_in_bfloat16(tmp_p
     model.save_pretrained(tmp_path)
     (asked,) = prompts_for(32000, [300])
     params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=20, ignore_eos=True)
-    with LLM(tmp_path, device="cuda", skip_tokenizer=True, engine=EngineConfig(kv_bytes=8 << 30)) as llm:
-        (answer,) = llm.generate([asked], params)
+    with LLM(tmp_path, device="cuda", skip_tokenizer_init=True, engine=EngineConfig(kv_bytes=8 << 30)) as llm:
+        (answer,) = completions(llm, [asked], params)
     assert answer.logprobs is not None
-    top_ids = torch.tensor([[top.token_id for top in entry.top] for entry in answer.logprobs], device="cuda")
-    ours = torch.tensor([[top.logprob for top in entry.top] for entry in answer.logprobs], device="cuda")
+    # Greedy: the sampled token is one of the 20 best, and the first.
+    top_ids = torch.tensor([list(entry) for entry in answer.logprobs], device="cuda")
+    ours = torch.tensor([[top.logprob for top in entry.values()] for entry in answer.logprobs], device="cuda")
 
     def reference() -> torch.Tensor:
         with torch.inference_mode():

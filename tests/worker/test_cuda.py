@@ -27,6 +27,7 @@ from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.format.manifest import read_manifest
 from hearth.worker.runtime import SPARE_BYTES
+from tests.completions import completions
 from tests.store.stored import converted
 from tests.worker.harness import CONFIG, Gateway, folder, greedy, host_order, keeper_setup, keeping, working
 
@@ -52,9 +53,9 @@ def is_empty(gateway: Gateway) -> bool:
 
 
 def answer(where: Path, num_tokens: int) -> list[int]:
-    with LLM(where, device="cuda", max_context=64, engine=CONFIG, skip_tokenizer=True) as llm:
+    with LLM(where, device="cuda", max_model_len=64, engine=CONFIG, skip_tokenizer_init=True) as llm:
         llm.wait_loaded()
-        (completion,) = llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=num_tokens))
+        (completion,) = completions(llm, [PROMPT], SamplingParams(temperature=0.0, max_tokens=num_tokens))
         return completion.token_ids
 
 

@@ -44,6 +44,7 @@ from hearth.worker.model_load import HostingNews
 from hearth.worker.runs import _checked
 from hearth.worker.runtime import HostingResources
 from hearth.worker.weights_transfer import ModelBroken
+from tests.completions import completions
 from tests.models.zoo import build, save, tiny
 from tests.store.stored import converted, flip
 from tests.text.conftest import byte_level
@@ -128,8 +129,8 @@ def model() -> Path:
 
 def answer(where: Path, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
     """What the offline API says."""
-    with LLM(where, device="cpu", max_context=64, engine=CONFIG, skip_tokenizer=True) as llm:
-        (completion,) = llm.generate([prompt], params)
+    with LLM(where, device="cpu", max_model_len=64, engine=CONFIG, skip_tokenizer_init=True) as llm:
+        (completion,) = completions(llm, [prompt], params)
         return completion.token_ids
 
 

@@ -6,7 +6,6 @@ stops at its first fault: finding all faults of a large body could take seconds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -26,9 +25,16 @@ from hearth.api.unread_fields import (
 )
 from hearth.control.requests.generation import ChatPrompt, GenerationRequest
 from hearth.core.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
-from hearth.core.errors import BadGuide, BadSampling, ConfigError
-from hearth.core.types import MAX_LOGPROBS, MAX_PENALTY, MIN_PENALTY, GuideSpec, SamplingParams
-from hearth.text.grammar import choice_grammar
+from hearth.core.errors import BadSampling, ConfigError
+from hearth.core.types import (
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MIN_PENALTY,
+    GuideSpec,
+    SamplingParams,
+    seed_of_answer,
+)
+from hearth.text.grammar import guides_of, schema_text
 
 #: The largest integer on the wire and on the device.
 MAX_INT = 2**31 - 1
@@ -315,8 +321,8 @@ class Body(GenerationBody):
         keep_alive_s = self.keep_alive_s()
         params = [sampling] * self.num_answers
         if sampling.seed is not None:
-            seeds = (sampling.seed + index for index in range(self.num_answers))
-            params = [replace(sampling, seed=(seed + 2**63) % 2**64 - 2**63) for seed in seeds]
+            seeds = (seed_of_answer(sampling.seed, index) for index in range(self.num_answers))
+            params = [replace(sampling, seed=seed) for seed in seeds]
         return [
             GenerationRequest(
                 self.model,
@@ -356,22 +362,22 @@ class Body(GenerationBody):
 
     def guide(self) -> GuideSpec | None:
         """None: any format. Raises BadSampling if several are given, or they contradict each other."""
-        guides = _guides(
-            "guided_",
+        older = guides_of(
             schema=self.guided_json,
             regex=self.guided_regex,
             choice=self.guided_choice,
             grammar=self.guided_grammar,
         )
-        if (newer := self.structured_outputs) is not None:
-            guides |= _guides(
-                "structured_outputs.",
-                schema=newer.json_,
-                regex=newer.regex,
-                choice=newer.choice,
-                grammar=newer.grammar,
-                is_object=newer.json_object,
+        guides = {f"guided_{name}": guide for name, guide in older.items()}
+        if (given := self.structured_outputs) is not None:
+            newer = guides_of(
+                schema=given.json_,
+                regex=given.regex,
+                choice=given.choice,
+                grammar=given.grammar,
+                is_object=given.json_object,
             )
+            guides |= {f"structured_outputs.{name}": guide for name, guide in newer.items()}
         if (by_format := self._format_guide()) is not None:
             guides["response_format"] = by_format
         if len(guides) > 1:
@@ -397,7 +403,7 @@ class Body(GenerationBody):
                     "`response_format` of type `json_schema` needs `json_schema` with a `schema`, given: none"
                 )
             case ResponseFormat(json_schema=JsonSchema(schema_=schema)):
-                return GuideSpec("json_schema", _schema_text(schema))
+                return GuideSpec("json_schema", schema_text(schema))
         raise AssertionError(f"unknown response format: {self.response_format!r}")
 
 
@@ -420,37 +426,6 @@ _SAMPLING = (
     "allowed_token_ids",
     "prompt_logprobs",
 )
-
-
-def _guides(
-    prefix: str,
-    schema: dict[str, object] | str | None,
-    regex: str | None,
-    choice: list[str] | None,
-    grammar: str | None,
-    is_object: bool | None = False,
-) -> dict[str, GuideSpec]:
-    guides = {}
-    if schema is not None:
-        guides[f"{prefix}json"] = GuideSpec("json_schema", _schema_text(schema))
-    if regex is not None:
-        guides[f"{prefix}regex"] = GuideSpec("regex", regex)
-    if choice is not None:
-        guides[f"{prefix}choice"] = GuideSpec("lark", choice_grammar(choice))
-    if grammar is not None:
-        guides[f"{prefix}grammar"] = GuideSpec("grammar", grammar)
-    if is_object:
-        guides[f"{prefix}json_object"] = GuideSpec("json_object")
-    return guides
-
-
-def _schema_text(schema: dict[str, object] | str) -> str:
-    if isinstance(schema, str):
-        return schema
-    try:
-        return json.dumps(schema)
-    except RecursionError:
-        raise BadGuide("the JSON schema is nested too deeply; flatten it") from None
 
 
 def _bias(bias_by_token: dict[str, float] | None) -> dict[int, float]:

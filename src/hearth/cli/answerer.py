@@ -79,10 +79,10 @@ class LocalAnswerer:
 
     def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[AnswerDelta, None, None]:
         prompt = self._llm.chat_prompt(self.preset.begun(messages), self.preset.template)
-        return _deltas(self._llm.stream(prompt, params, adapter=self._adapter))
+        return _deltas(self._llm.stream(prompt, params, lora_request=self._adapter))
 
     def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
-        return _deltas(self._llm.stream(prompt, params, adapter=self._adapter))
+        return _deltas(self._llm.stream(prompt, params, lora_request=self._adapter))
 
     def wait_loaded(self) -> LoadRecord | None:
         return self._llm.wait_loaded()

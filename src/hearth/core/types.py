@@ -305,6 +305,11 @@ class SamplingParams:
         return same
 
 
+def seed_of_answer(seed: int, index: int) -> int:
+    """Return the seed of one of several answers to a prompt."""
+    return (seed + index + 2**63) % 2**64 - 2**63
+
+
 _NAMES = tuple(one.name for one in fields(SamplingParams))
 _values = attrgetter(*_NAMES)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hearth.core.errors import BadGuide
@@ -59,6 +59,38 @@ def allowed_escapes(schema: str) -> str:
 
 def choice_grammar(choices: Sequence[str]) -> str:
     return f"start: {' | '.join(map(json.dumps, choices))}"
+
+
+def guides_of(
+    *,
+    schema: Mapping[str, object] | str | None,
+    regex: str | None,
+    choice: Sequence[str] | None,
+    grammar: str | None,
+    is_object: bool | None = False,
+) -> dict[str, GuideSpec]:
+    """Return a guide for each constraint that is given, by vLLM's names."""
+    guides = {}
+    if schema is not None:
+        guides["json"] = GuideSpec("json_schema", schema_text(schema))
+    if regex is not None:
+        guides["regex"] = GuideSpec("regex", regex)
+    if choice is not None:
+        guides["choice"] = GuideSpec("lark", choice_grammar(choice))
+    if grammar is not None:
+        guides["grammar"] = GuideSpec("grammar", grammar)
+    if is_object:
+        guides["json_object"] = GuideSpec("json_object")
+    return guides
+
+
+def schema_text(schema: Mapping[str, object] | str) -> str:
+    if isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise BadGuide("the JSON schema is nested too deeply; flatten it") from None
 
 
 def check_guide(spec: GuideSpec) -> None:

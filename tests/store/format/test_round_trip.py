@@ -14,10 +14,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from hearth import LLM, Completion, SamplingParams
+from hearth import LLM, CompletionOutput, SamplingParams
 from hearth.core.config import EngineConfig, StoreConfig
 from hearth.models.quantize import quantize
 from hearth.store.format.convert import convert
+from tests.completions import completions
 from tests.models.test_quantize import dequantize
 from tests.models.zoo import FAMILIES, build, save, tiny
 from tests.store.format.gguf_files import byte_level_metadata, write_model
@@ -30,10 +31,15 @@ CONFIG = EngineConfig(max_batch_tokens=64, max_seqs=4, block_tokens=4, kv_bytes=
 LOGPROB_TOLERANCE = 1e-3
 
 
-def answers(path: Path) -> list[Completion]:
+def answers(path: Path) -> list[CompletionOutput]:
     store = StoreConfig(path=str(path.parent / "root"), host_bytes=16 << 20)
-    with LLM(path, engine=CONFIG, store=store, skip_tokenizer=True) as llm:
-        return llm.generate(PROMPTS, PARAMS)
+    with LLM(path, engine=CONFIG, store=store, skip_tokenizer_init=True) as llm:
+        return completions(llm, PROMPTS, PARAMS)
+
+
+def first_logprob(answer: CompletionOutput) -> float:
+    assert answer.logprobs
+    return answer.logprobs[0][answer.token_ids[0]].logprob
 
 
 def tokens(path: Path) -> list[list[int]]:
@@ -118,18 +124,14 @@ def test_a_quantised_model_answers_as_its_rounded_weights_do(
     found = answers(converted(name, quant=quant))
     expected = answers(changed(name, through, True))
     for own, other in zip(found, expected, strict=True):
-        assert own.logprobs
-        assert other.logprobs
         assert own.token_ids[0] == other.token_ids[0]
-        assert own.logprobs[0].logprob == pytest.approx(other.logprobs[0].logprob, abs=LOGPROB_TOLERANCE)
+        assert first_logprob(own) == pytest.approx(first_logprob(other), abs=LOGPROB_TOLERANCE)
 
 
 def test_a_quantised_model_is_not_the_one_it_was_made_from() -> None:
     """Else the test above would prove nothing."""
     first, second = answers(converted("llama-gqa", quant="int8")), answers(build("llama-gqa").directory)
-    assert first[0].logprobs
-    assert second[0].logprobs
-    assert abs(first[0].logprobs[0].logprob - second[0].logprobs[0].logprob) > 2 * LOGPROB_TOLERANCE
+    assert abs(first_logprob(first[0]) - first_logprob(second[0])) > 2 * LOGPROB_TOLERANCE
 
 
 def test_bfloat16_and_eight_bits_go_together_on_a_cpu() -> None:

@@ -22,6 +22,7 @@ from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.destination import whole
 from hearth.store.transfer.record import LoadRecord
 from hearth.store.transfer.transfer import Loader
+from tests.completions import completions
 from tests.store.s3_server import S3Server
 from tests.store.stored import (
     CHUNK_BYTES,
@@ -278,8 +279,8 @@ def test_a_model_in_s3_answers_as_its_directory_does(
     answers = []
     with tiers_at(tmp_path / "root") as tiers:
         for where in ("s3://models/converted", directory):
-            with LLM(where, store=tiers, skip_tokenizer=True) as llm:
-                answers.append([answer.token_ids for answer in llm.generate([[1, 2, 3], [7]], params)])
+            with LLM(where, store=tiers, skip_tokenizer_init=True) as llm:
+                answers.append([answer.token_ids for answer in completions(llm, [[1, 2, 3], [7]], params)])
                 record = llm.wait_loaded()
             assert record is not None
     assert answers[0] == answers[1]

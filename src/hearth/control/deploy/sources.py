@@ -82,6 +82,12 @@ def parse_source(text: str) -> Source:
     return PathSource(path.absolute())
 
 
+def hub_source(text: str, revision: str | None = None) -> HubSource | None:
+    """Return the repository that [hf:]ORG/NAME[@REVISION] means; None: it is none."""
+    match = _HUB.fullmatch(text[3:] if text[:3].lower() == "hf:" else text)
+    return None if match is None or ".." in text else HubSource(match["id"], revision or match["revision"])
+
+
 def _parse_url(scheme: str, rest: str) -> UrlSource:
     """Return the source that a URL means. No message repeats a refused URL: it may hold a password."""
     if scheme not in ("s3", "http", "https"):
@@ -179,6 +185,30 @@ def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: boo
     except (OSError, HFValidationError) as error:  # all others of the library are OSErrors
         raise _translated(source, error) from error
     return str(found[0].commit_hash)
+
+
+def hub_directory(source: HubSource) -> Path:
+    """Return a model's directory in the cache that Hugging Face's libraries share; download what is missing.
+
+    Without a network, what is cached is returned.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    texts = [f"*{suffix}" for suffix in _TEXT_SUFFIXES]
+    try:
+        for weights in ("*.safetensors", "*.bin"):
+            found = snapshot_download(
+                source.repo_id,
+                revision=source.revision,
+                allow_patterns=[*texts, weights],
+                ignore_patterns=["*/*"],  # subfolders hold other programs' formats
+            )
+            if any(Path(found).glob(weights)):
+                break
+    except (OSError, HFValidationError) as error:  # all others of the library are OSErrors
+        raise _translated(source, error) from error
+    return Path(found)
 
 
 def _remove_others(where: Path, wanted: Collection[str]) -> None:
