@@ -36,6 +36,7 @@ from hearth import (
     TokensPrompt,
 )
 from hearth.cli import local_models
+from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.observe.views import ModelView
 from hearth.core.config import EngineConfig
 from hearth.core.errors import (
@@ -1025,7 +1026,7 @@ def deployed(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """The data directory of a service with a model `warm`, which came from the Hub."""
     data = tmp_path / "data"
     monkeypatch.setenv("HEARTH_DATA_DIR", str(data))
-    *_, model = local_models.deploy(str(directory), "warm", "auto", "none", False, data)
+    *_, model = local_models.deploy(DeployOrder(str(directory), "warm"), data)
     with sqlite3.connect(data / "registry.db") as registry:
         registry.execute("update models set source = 'hf:org/tiny' where name = 'warm'")
     assert isinstance(model, ModelView)
