@@ -96,7 +96,12 @@ class Disturbed:
     def __init__(self, name: str, seed: int, cuts: Sequence[int] = (), num_flights: int = 1) -> None:
         """`cuts`: where stages begin, in a pipeline with so many steps in flight."""
         self.chance, self.name, self.counts = random.Random(seed), name, Counter[str]()
-        config = replace(ROOMY, max_batch_tokens=self.chance.choice([5, 16, 64]), max_seqs=6)
+        config = replace(
+            ROOMY,
+            max_batch_tokens=self.chance.choice([5, 16, 64]),
+            max_seqs=6,
+            max_step=math.inf,  # else measured times change what steps have
+        )
         if cuts:
             memory = partial(elastic_memory, floor_blocks=FLOOR_BLOCKS)
             self.engine, self.runners = pipeline_for(name, cuts, num_flights, config, memory=memory)
@@ -258,7 +263,7 @@ def assert_close(own: list[float], other: list[float]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "seed"), [("llama-gqa", 5), ("mistral-window", 0), ("opt-350m", 5)])
+@pytest.mark.parametrize(("name", "seed"), [("llama-gqa", 6), ("mistral-window", 0), ("opt-350m", 5)])
 def test_nobody_is_told_anything_else_than_alone(name: str, seed: int) -> None:
     disturbed = Disturbed(name, seed)
     disturbed.run()

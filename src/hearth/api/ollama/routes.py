@@ -158,13 +158,13 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
         events, is_whole = pulling(gateway, body.meant, source), body.stream is False
         return ProgressResponse(events, heartbeat_s, result=None, is_whole=is_whole, has_lines=True)
 
-    @routes.post(COPY_PATH, summary="Give a deployed model another name, too")
+    @routes.post(COPY_PATH, summary="Give a deployed model another name, too", response_class=Response)
     async def copy(body: CopyBody) -> Response:
         """Requires the role `admin`. The copy is a preset: it shares the weights of its source."""
         await gateway.put_preset(body.destination.removesuffix(LATEST), body.source, Preset())
         return Response()
 
-    @routes.delete(DELETE_PATH, summary="Remove a model, an adapter or a preset")
+    @routes.delete(DELETE_PATH, summary="Remove a model, an adapter or a preset", response_class=Response)
     async def delete_model(body: NamedModelBody, request: Request) -> Response:
         """Requires the role `admin`."""
         await gateway.deployments.remove(gateway.deployments.model(body.meant, caller_of(request)).name)
