@@ -346,12 +346,11 @@ def test_a_model_with_labels_runs_only_on_nodes_that_have_them(whole: SmallClust
     def ask() -> httpx.Response:
         return whole.head.http.post("/v1/completions", json={"model": "labelled", "prompt": "x"})
 
-    whole.wait_for("one")  # until then, it may have the label
-    deployed = whole.head.deploy(shelf.places["tiny-a"], "labelled", labels=["zone=a"])
+    assert whole.head.deploy(shelf.places["tiny-a"], "labelled", labels=["zone=a"]).is_success
     reason = "needs nodes labelled zone=a, which `cpu` is not"
-    assert reason in deployed.json()["warning"]
-    refused = ask()
+    refused = ask()  # once no node is awaited, which may have the label
     assert (refused.status_code, reason in refused.text) == (503, True)
+    assert reason in str(whole.head.get("/hearth/models/labelled")["warning"])
     whole.start("three", "--set", 'cluster.labels=["zone=a", "disk=ssd"]')
     whole.wait_for("three")
     assert "zone=a, disk=ssd" in whole.head.cli("nodes").stdout

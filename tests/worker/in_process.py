@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, Queue
+from queue import Empty, Queue, SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -52,7 +52,7 @@ from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
 from hearth.worker.runtime import HostingResources
 from hearth.worker.stage_connections import StageConnections
-from hearth.worker.worker_loop import DeviceLost, WorkerInbox, WorkerLoop
+from hearth.worker.worker_loop import DeviceLost, Inbox, WorkerLoop
 from tests.store.stored import PATIENCE_S
 from tests.worker.harness import CONFIG, folder, host_order, limits_of
 
@@ -76,7 +76,7 @@ class Answer:
 class LoopGateway:
     """The gateway's side. Mutable: facts are taken from it, and the worker's end is noted."""
 
-    inbox: WorkerInbox
+    inbox: Inbox
     facts: Queue[Fact]
     limits: StepLimits  #: of all models
     thread: threading.Thread = field(default_factory=threading.current_thread)  #: of the worker, once it runs
@@ -250,7 +250,7 @@ def working_beside(
     """A worker that borrows from whoever lends at a socket, otherwise as `working_in_process`."""
     device = device or torch.device("cpu")
     with closing(LeaseClient(server, is_pinned=device.type == "cuda")) as lease_client:
-        gateway = LoopGateway(WorkerInbox(), Queue(max_facts), limits_of(config))
+        gateway = LoopGateway(SimpleQueue(), Queue(max_facts), limits_of(config))
 
         def kept_pool(eviction_terms: EvictionTermsOf) -> Pool:
             gateway.pool = new_pool(eviction_terms)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
-from queue import Queue
+from queue import Queue, SimpleQueue
 
 import pytest
 
 from hearth.core.messages import Pong, StepDone
 from hearth.core.types import ModelId
-from hearth.worker.worker_loop import WorkerInbox
 from tests.worker.harness import CONFIG, limits_of
 from tests.worker.in_process import LoopGateway
 
 
 @pytest.fixture
 def gateway() -> LoopGateway:
-    return LoopGateway(WorkerInbox(), Queue(), limits_of(CONFIG))
+    return LoopGateway(SimpleQueue(), Queue(), limits_of(CONFIG))
 
 
 def test_a_worker_that_tells_of_all_but_the_end_is_not_heard_for_ever(gateway: LoopGateway) -> None:

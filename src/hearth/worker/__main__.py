@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NoReturn
 
 import msgspec
@@ -46,7 +47,7 @@ from hearth.worker.runtime import HostingResources, Runtime, StartTimes, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
 from hearth.worker.stage_connections import StageConnections
 from hearth.worker.stage_sockets import StageListener, connect_to_worker
-from hearth.worker.worker_loop import WorkerInbox, WorkerLoop
+from hearth.worker.worker_loop import Inbox, WorkerLoop
 
 #: How long a thread may hold the interpreter. Engines are assembled while other models step, and the default
 #: of 5 ms would show between two tokens.
@@ -146,7 +147,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         staging.touch()  # while there is time; pinning would delay the predecessor's end
     predecessor.wait()
     times.note("predecessor")
-    inbox = WorkerInbox()
+    inbox: Inbox = SimpleQueue()
     # First: this takes the pool's memory and may wait for it, and a worker without it is not ready. The
     # gateway drops connections that stay silent.
     loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
@@ -247,7 +248,7 @@ def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:
     )
 
 
-def _read(link: GatewayLink, inbox: WorkerInbox) -> None:
+def _read(link: GatewayLink, inbox: Inbox) -> None:
     try:
         while (order := link.receive()) is not None:
             inbox.put(order)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import assert_never
 
 from hearth.core.errors import ServiceError, StageLost
@@ -54,7 +54,6 @@ from hearth.worker.failure import Failure, ModelBroke, blame, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import ServedModel
-from hearth.worker.inbox import Inbox
 from hearth.worker.model_load import (
     EngineReady,
     FirstStepsUncaptured,
@@ -94,7 +93,7 @@ class NewsOfAdapter:
 
 
 Message = Order | ModelNews | NewsOfAdapter | CheckedRequest | SnapshotWritten
-WorkerInbox = Inbox[Message]
+Inbox = SimpleQueue[Message]
 
 
 class LoopState(Enum):
@@ -107,7 +106,7 @@ class LoopState(Enum):
 class WorkerLoop:
     """Mutable; `run` is called by one thread, which owns everything here."""
 
-    def __init__(self, resources: HostingResources, inbox: WorkerInbox, send: Callable[[Fact], None]) -> None:
+    def __init__(self, resources: HostingResources, inbox: Inbox, send: Callable[[Fact], None]) -> None:
         """`send` may block; no step runs meanwhile."""
         self._inbox, self._send = inbox, send
         self._models = HostedModels(
