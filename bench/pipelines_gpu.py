@@ -65,7 +65,7 @@ WHOLE, STAGES, DEEP_STAGES = (1, 40 * GIB), (2, 12 * GIB), (2, 7 * GIB)
 NUM_FLIGHTS = 2
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 NUM_STREAMS, ROUNDS = 64, 3
-#: Answers before those that are timed: host memory is pinned meanwhile, which slows launches down.
+#: Answers before those that are timed: the first ones take longer.
 NUM_WARM = 5
 KILL_TOKENS, BREAKS_AT = 200, 40
 HOP_TOKENS, HOPS = (1, 64, 1024), 300
