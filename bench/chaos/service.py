@@ -154,9 +154,9 @@ class ServiceUnderTest:
             absence.ended_s = time.perf_counter()
             self.is_up.set()
         self.check_gone(ids)
-        sockets = [path.name for path in self.data_dir.run_path.glob("keeper-*.sock")]
-        if sockets != [f"keeper-{self.service.process.pid}.sock"]:
-            self.violations.append(f"sockets after a killed gateway: {sockets}, must be that of the new one")
+        sockets = [path.name for path in self.data_dir.run_path.glob("sockets-*")]
+        if sockets != [f"sockets-{self.service.process.pid}"]:
+            self.violations.append(f"sockets after a killed gateway: {sockets}, must be those of the new one")
         self._keep_journal(previous(self.data_dir.journal_path))
 
     def processes(self) -> dict[str, list[int]]:

@@ -10,6 +10,8 @@ python -m bench.cluster [--save] [--parts PART ...] [--rounds N]
     lost        a node is killed or stopped: from then to the next token of a stream that ran there
     source      a stream of a node's worker while the node sends a model, with and without a link of
                 200 Mbit/s (needs root and `tc`; not under `nice`)
+    burst       four cold nodes and 32 requests within a second, links of 100 Mbit/s; compared with nodes that
+                each read the model at a tenth of that, as from disks (needs root and `tc`)
     tokens      32 streams through a worker of a node, in turns with the head's own worker
 
 Models have random weights, each its own. `loopback` and `shaped` probe the ceiling before every round: as
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from statistics import median
 
+from bench.cluster.burst import burst
 from bench.cluster.parts import Figure, loopback, shaped
 from bench.cluster.serving import join, lost, tokens
 from bench.cluster.source import source
@@ -35,16 +38,25 @@ PARTS: Mapping[str, Callable[[int], Iterator[Figure]]] = {
     "join": join,
     "lost": lost,
     "source": source,
+    "burst": burst,
     "tokens": tokens,
 }
-NUM_ROUNDS: Mapping[str, int] = {"loopback": 5, "shaped": 5, "join": 3, "lost": 3, "source": 3, "tokens": 5}
+NUM_ROUNDS: Mapping[str, int] = {
+    "loopback": 5,
+    "shaped": 5,
+    "join": 3,
+    "lost": 3,
+    "source": 3,
+    "burst": 3,
+    "tokens": 5,
+}
 
 
 def main() -> None:
     command = arguments(__doc__)
     command.formatter_class = RawDescriptionHelpFormatter
     command.add_argument("--parts", nargs="+", choices=list(PARTS), default=["loopback"], metavar="PART")
-    command.add_argument("--rounds", type=int, help="by default 5; 3 of `join`, `lost` and `source`")
+    command.add_argument("--rounds", type=int, help="by default 5; 3 of `join`, `lost`, `source` and `burst`")
     options = command.parse_args()
     rows: list[Row] = []
     rounds: dict[str, list[float]] = {}

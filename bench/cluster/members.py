@@ -59,15 +59,16 @@ class Members:
     folder: Path
     invitation: tuple[str, ...]
     place: Place = Place()  #: of the node
+    name: str = NODE
     node: subprocess.Popen[bytes] | None = field(default=None)
 
     @property
     def node_dir(self) -> Path:
-        return self.folder / NODE
+        return self.folder / self.name
 
     def start_node(self) -> None:
         """Run `hearth join`, the first time with the token."""
-        words = () if self.node_dir.exists() else (*self.invitation, "--name", NODE)
+        words = () if self.node_dir.exists() else (*self.invitation, "--name", self.name)
         command = ("join", *words, "--data-dir", str(self.node_dir), *_FLAGS)
         self.node = subprocess.Popen(
             [
@@ -83,7 +84,7 @@ class Members:
     def wait_for_node(self) -> None:
         """Wait until a worker of the node is ready."""
         deadline_s = time.monotonic() + _READY_S
-        while not any(one.name == NODE and one.num_ready_workers for one in self.service.client.nodes()):
+        while not any(one.name == self.name and one.num_ready_workers for one in self.service.client.nodes()):
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"no worker of the node was ready after {_READY_S:.0f} s: {self._log()}")
             time.sleep(_LOOK_S)

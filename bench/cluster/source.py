@@ -96,8 +96,8 @@ class _Lab:
     def __init__(self, both: Members, host: str, prefix: tuple[str, ...]) -> None:
         self._both, self._host, self._prefix = both, host, prefix
         self._prompts = Prompts(int(str(SMALL["vocab_size"])), PROMPT_TOKENS)
-        (socket_path,) = (both.node_dir / "run").glob("keeper-*.sock")
-        (agent_socket,) = (both.service.data_dir / "run").glob("agent-*.sock")
+        (socket_path,) = (both.node_dir / "run").glob("sockets-*/keeper.sock")
+        (agent_socket,) = (both.service.data_dir / "run").glob("sockets-*/agent.sock")
         digest = next(one.digest for one in both.service.client.models() if one.name == "large")
         with closing(LeaseClient(socket_path, is_pinned=False)) as client:  # it stays on the node's disk
             model = client.open(where_on_nodes(digest))
