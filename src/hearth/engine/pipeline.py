@@ -103,6 +103,11 @@ class PipelineRunner(Runner):
     def num_flights(self) -> int:
         return choose_flights(self.stage_times, self._later.num_flights, self._later.max_flights)
 
+    def prepare(self, plan: StepPlan) -> None:
+        before_last = self._step_ends[0]
+        if before_last is None or before_last.query():  # type: ignore[no-untyped-call] # torch leaves it untyped
+            super().prepare(plan)  # else it would wait for the device
+
     def launch(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> PipelineStep:
         later, began_s = self._later, time.perf_counter()
         message = StageStep(later.pipeline, without_tokens(plan))
