@@ -182,6 +182,11 @@ class Engine:
         return bool(self._flights)
 
     @property
+    def is_step_prepared(self) -> bool:
+        """True if the next step was planned ahead, and the tokens that it waited for are known."""
+        return self._ahead is not None and self._flights[0].pending.is_done
+
+    @property
     def computes_first_tokens(self) -> bool:
         """True if every prompt of a newcomer is launched, and the device is still computing."""
         flights = self._flights
@@ -294,10 +299,10 @@ class Engine:
 
     def _launch_next(self) -> _LaunchedStep | None:
         if self._ahead is not None:
-            if not self._flights[0].pending.is_done:
+            if not self.is_step_prepared:
                 return None
-            plan, self._ahead = self._ahead, None
-            launched = self._launch(plan)
+            launched = self._launch(self._ahead)
+            self._ahead = None
             self._flights.append(launched)
             return launched
         if len(self._flights) >= self.batcher.max_in_flight:

@@ -27,8 +27,9 @@ is dropped. A guided sequence sits out every other step, because its last token 
 except where its guide needs no masks. In
 a pipeline of stages every sequence in flight sits out, because its token is known late, and the steps in
 flight have different sequences. Only the step behind the return of the oldest one is planned ahead
-(`plan_ahead`), so that it is ready to be launched when the tokens are known. Blocks and slots are reused at once, because each device runs steps in order:
-the next owner overwrites what a late row writes before reading it.
+(`plan_ahead`), so that it can be launched as soon as the tokens are known. Blocks and slots are reused at
+once, because each device runs steps in order: the next owner overwrites what a late row writes before
+reading it.
 
 For the same reason a prompt is a known prefix as soon as it is planned: a step writes the KV of all its rows
 in a layer before any row attends there. So of many equal prompts that arrive together the first computes the
