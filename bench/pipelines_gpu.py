@@ -1,14 +1,17 @@
 """How fast is a model in two stages on one GPU, over the whole model on one worker?
 
-python -m bench.pipelines_gpu [--save] [--place DIR]
+python -m bench.pipelines_gpu [--save] [--place DIR] [--before DIR] [PART ...]
 
 A service with one worker that holds a random Llama-2-7B, and one with two workers that hold it together, both
 on one GPU. Two processes compute on one GPU at the same time only under MPS, so stages run with it, and again
-without. The bound of 64 requests is the time to read the weights once for each step in flight, and their KV.
+without. The bound of 64 requests is the time to read the weights once for each step in flight, and their KV;
+with one step in flight, stages take turns, and one worker is their bound. `--before`: another checkout, whose
+one worker is measured as well, in turns with this one's.
 `hop`: from hidden states on the device of one process to the same on that of the next, through device memory
-that both map, and through host memory, as between two GPUs. Then a member is
-killed in a stream (without MPS, whose clients may end with it), and a model of 80 layers starts in two.
-The models need 22 GB in /dev/shm, the host tier takes as much again.
+that both map, and through host memory, as between two GPUs. Then a member is killed in a stream (without MPS,
+whose clients may end with it), and a model of 80 layers starts in two. The models need 22 GB in /dev/shm, the
+host tier takes as much again. What is measured is kept after each part, and all parts together take some six
+minutes.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
@@ -36,9 +39,9 @@ import torch
 from bench.llama7b import ARCH, CONFIG
 from bench.load.raw_readers import to_device_bytes_per_s
 from bench.random_model import write_random
-from bench.report import Row, arguments, emit, step, tell
+from bench.report import Row, arguments, emit, keep, step, tell
 from bench.service.client import Answer, Connection, ask, completion
-from bench.service.process import Service, deploy, serving
+from bench.service.process import ROOT, Service, deploy, serving
 from bench.service.streams import Prompts, good, stream_all
 from hearth.core.types import ModelId, RequestId
 from hearth.engine.pending_step import PendingCopy, StepResult
@@ -70,12 +73,19 @@ NUM_WARM = 5
 KILL_TOKENS, BREAKS_AT = 200, 40
 HOP_TOKENS, HOPS = (1, 64, 1024), 300
 HOP_WAYS = ("device memory", "host memory")
+#: What is measured of a service, by name.
+Speeds = Mapping[str, float]
 AIM_TOKEN_MS, AIMS_HOP_US = 0.4, {64: "60", 1024: "160"}
+
+
+PARTS = ("mps", "one_flight", "without_mps", "losses", "hops", "deep")
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"), help="where the models are made")
+    parser.add_argument("--before", type=Path, help="another checkout, whose one worker is measured as well")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; none: all of them")
     parser.add_argument(
         "--hops", action="store_true", help="measure hops alone (used by the benchmark itself)"
     )
@@ -89,53 +99,141 @@ def main() -> None:
         found = {way: {num: _hops_us(num, way) for num in HOP_TOKENS} for way in HOP_WAYS}
         print(json.dumps(found))
         return
-    place = Path(tempfile.mkdtemp(prefix="hearth-bench-", dir=options.place))
+    if unknown := set(options.parts).difference(PARTS):
+        parser.error(f"unknown parts: {sorted(unknown)}, known: {', '.join(PARTS)}")
+    place, report = Path(tempfile.mkdtemp(prefix="hearth-bench-", dir=options.place)), Report(options.save)
     try:
-        rows, rounds = _measure(place)
+        _measure(place, options.parts or PARTS, options.before, report)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    emit("pipelines_gpu", {"rows": [asdict(row) for row in rows], "rounds": rounds}, save=options.save)
+    emit("pipelines_gpu", report.content(), save=options.save)
 
 
-def _measure(place: Path) -> tuple[list[Row], dict[str, object]]:
-    data_dir, rounds = place / "data", dict[str, object]()
-    for seed, (model, config) in enumerate({SEVEN: CONFIG, DEEP: DEEP_CONFIG}.items()):
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was measured so far. Mutable; kept after each part, as the machine may be taken away."""
+
+    is_saved: bool
+    rows: list[Row] = field(default_factory=list)
+    rounds: dict[str, object] = field(default_factory=dict)
+
+    def content(self) -> dict[str, object]:
+        return {"rows": [asdict(row) for row in self.rows], "rounds": self.rounds}
+
+    def add(self, rows: Sequence[Row], **rounds: object) -> None:
+        self.rows.extend(rows)
+        self.rounds.update(rounds)
+        for row in rows:
+            tell(f"{row.measure}: {row.value:.4g} {row.unit}, bound {row.bound}, aim {row.aim}")
+        if self.is_saved:
+            keep("pipelines_gpu", self.content())
+
+
+def _measure(place: Path, parts: Sequence[str], before: Path | None, report: Report) -> None:
+    data_dir, models = place / "data", {SEVEN: CONFIG}
+    if "deep" in parts:
+        models[DEEP] = DEEP_CONFIG
+    for seed, (model, config) in enumerate(models.items()):
         with step(f"writing {model}"):
             deploy(data_dir, write_random(place / model, config, "bfloat16", seed, CUDA), model)
     read_bytes_per_s, copied_bytes_per_s = _read_bytes_per_s(), to_device_bytes_per_s(4 * GIB, CUDA)
     torch.cuda.empty_cache()
-    rows = list[Row]()
     with _service(data_dir, WHOLE, {}) as service:
         whole = _speeds(service)
-    with _mps() as environment:
-        with _service(data_dir, STAGES, environment) as service:
-            staged = _speeds(service)
-        hops = _run_hops(environment)
-    with _service(data_dir, STAGES, {}) as service:
-        unshared = _speeds(service)
-        lost_s = [asyncio.run(_lose(service, number)) for number in range(2)]
-    with _service(data_dir, DEEP_STAGES, {}) as service:
-        deep_s = [_start(service, DEEP) for _ in range(ROUNDS)]
-    for name, speeds in (("", staged), (", without MPS", unshared)):
-        one, alone = speeds["token_ms"], whole["token_ms"]
-        what = f"1 request{name}: two stages, more per token than one worker"
-        rows.append(Row(what, "ms", one - alone, None, f"{AIM_TOKEN_MS:g}"))
-        what = f"{NUM_STREAMS} requests{name}: two stages, the bound of {NUM_FLIGHTS} steps in flight"
-        rows.append(Row(what, "tokens/s", speeds["tokens_per_s"], _bound(place / SEVEN, read_bytes_per_s)))
-        what = f"{NUM_STREAMS} requests{name}: two stages over one worker"
-        rows.append(Row(what, "times", speeds["tokens_per_s"] / whole["tokens_per_s"]))
-    for way, by_tokens in hops.items():
-        for num_tokens, times_us in by_tokens.items():
-            what = f"hop of {num_tokens} x 8 KiB through {way}, same GPU under MPS"
-            rows.append(Row(what, "us", median(times_us), None, AIMS_HOP_US.get(num_tokens)))
-    what = "a member is killed: to the next token"
-    rows.append(Row(what, "s", median(lost_s), unshared["start_s"] + 1.0, "its load time + 1 s"))
-    deep_bytes = (place / DEEP / "weights.bin").stat().st_size
-    what = "80 layers in 2 stages: start to first token, the bound the copy over one bus"
-    rows.append(Row(what, "s", median(deep_s[1:]), deep_bytes / copied_bytes_per_s))
-    rounds |= {"whole": whole, "staged": staged, "without_mps": unshared, "lost_s": lost_s, "deep_s": deep_s}
-    rounds |= {"hops_us": hops, "device_bytes_per_s": read_bytes_per_s}
-    return rows, rounds
+    report.add([], whole=whole, device_bytes_per_s=read_bytes_per_s)
+    if before is not None:
+        rows, rounds = _compared(data_dir, before, whole)
+        report.add(rows, **rounds)
+    bound = _bound(place / SEVEN, read_bytes_per_s)
+    if {"mps", "one_flight", "hops"}.intersection(parts):
+        with _mps() as environment:
+            if "mps" in parts:
+                with _service(data_dir, STAGES, environment) as service:
+                    staged = _speeds(service)
+                report.add(_staged_rows("", staged, whole, bound), staged=staged)
+            if "one_flight" in parts:
+                with (
+                    _one_flight() as patched,
+                    _service(data_dir, STAGES, {**environment, **patched}) as service,
+                ):
+                    single = _speeds(service)
+                what = f"{NUM_STREAMS} requests, one step in flight: two stages, the bound one worker"
+                row = Row(
+                    what, "tokens/s", single["tokens_per_s"], whole["tokens_per_s"], "0.95 of the bound"
+                )
+                report.add([row], one_flight=single)
+            if "hops" in parts:
+                hops = _run_hops(environment)
+                report.add(_hop_rows(hops), hops_us=hops)
+    if {"without_mps", "losses"}.intersection(parts):
+        with _service(data_dir, STAGES, {}) as service:
+            unshared = _speeds(service)
+            report.add(_staged_rows(", without MPS", unshared, whole, bound), without_mps=unshared)
+            if "losses" in parts:
+                lost_s = [asyncio.run(_lose(service, number)) for number in range(2)]
+                what = "a member is killed: to the next token"
+                row = Row(what, "s", median(lost_s), unshared["start_s"] + 1.0, "its load time + 1 s")
+                report.add([row], lost_s=lost_s)
+    if "deep" in parts:
+        with _service(data_dir, DEEP_STAGES, {}) as service:
+            deep_s = [_start(service, DEEP) for _ in range(ROUNDS)]
+        bound_s = (place / DEEP / "weights.bin").stat().st_size / copied_bytes_per_s
+        what = "80 layers in 2 stages: start to first token, the bound the copy over one bus"
+        report.add([Row(what, "s", median(deep_s[1:]), bound_s)], deep_s=deep_s)
+
+
+def _staged_rows(name: str, staged: Speeds, whole: Speeds, bound: float) -> list[Row]:
+    alone_ms, per_s = whole["token_ms"], staged["tokens_per_s"]
+    one, many = f"1 request{name}", f"{NUM_STREAMS} requests{name}"
+    what = f"{one}: two stages, more per token than one worker"
+    return [
+        Row(what, "ms", staged["token_ms"] - alone_ms, None, f"{AIM_TOKEN_MS:g}"),
+        Row(f"{many}: two stages, the bound of {NUM_FLIGHTS} steps in flight", "tokens/s", per_s, bound),
+        Row(f"{many}: two stages over one worker", "times", per_s / whole["tokens_per_s"]),
+    ]
+
+
+def _hop_rows(hops: Mapping[str, Mapping[int, Sequence[float]]]) -> list[Row]:
+    return [
+        Row(
+            f"hop of {num_tokens} x 8 KiB through {way}, same GPU under MPS",
+            "us",
+            median(times_us),
+            None,
+            AIMS_HOP_US.get(num_tokens),
+        )
+        for way, by_tokens in hops.items()
+        for num_tokens, times_us in by_tokens.items()
+    ]
+
+
+def _compared(data_dir: Path, before: Path, first: Speeds) -> tuple[list[Row], dict[str, object]]:
+    """Measure one worker of another checkout, and this one's once more."""
+    with _service(data_dir, WHOLE, {"PYTHONPATH": str(before.resolve() / "src")}) as service:
+        earlier = _speeds(service)
+    with _service(data_dir, WHOLE, {}) as service:
+        again = _speeds(service)
+    rows = [
+        Row(f"{what}: one worker over one of another checkout", "times", value, None, "within 0.01 of 1")
+        for what, value in (
+            ("1 request", 2 * earlier["token_ms"] / (first["token_ms"] + again["token_ms"])),
+            (
+                f"{NUM_STREAMS} requests",
+                (first["tokens_per_s"] + again["tokens_per_s"]) / 2 / earlier["tokens_per_s"],
+            ),
+        )
+    ]
+    return rows, {"whole_before": earlier, "whole_again": again}
+
+
+@contextmanager
+def _one_flight() -> Iterator[dict[str, str]]:
+    """Yield the variables of processes whose pipelines have one step in flight, which no option gives."""
+    with tempfile.TemporaryDirectory(prefix="hearth-flight-") as folder:
+        lines = ("from hearth.policy.batch import flights", "flights.choose_flights = lambda *times: 1", "")
+        Path(folder, "sitecustomize.py").write_text("\n".join(lines))
+        paths = (folder, str(ROOT / "src"), *filter(None, (os.environ.get("PYTHONPATH"),)))
+        yield {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _bound(directory: Path, bytes_per_s: float) -> float:
@@ -191,7 +289,7 @@ def _start(service: Service, model: ModelId) -> float:
     return answer.first_s
 
 
-def _speeds(service: Service) -> dict[str, float]:
+def _speeds(service: Service) -> Speeds:
     """Start the model from host memory, ask one request, then many, each once to warm up."""
     starts_s = [_start(service, SEVEN) for _ in range(2)]
     prompts = Prompts(ARCH.vocab_size, PROMPT_TOKENS)

@@ -35,7 +35,7 @@ from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
 from hearth.core.beacon import Beacon
 from hearth.core.config import HearthConfig, ModelConfig
-from hearth.core.messages import Fact, Order, StepDone, WorkerEnded, WorkerHello
+from hearth.core.messages import VERSION, Fact, Order, StepDone, WorkerEnded, WorkerHello
 from hearth.core.types import FinishReason, ModelId, SamplingParams, WorkerId
 from hearth.node.devices import Devices
 from hearth.node.local_node import LocalNode
@@ -135,7 +135,7 @@ class GatewayRig:
         self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu", worker: WorkerId = WORKER
     ) -> RecordingLink:
         link = RecordingLink(worker)
-        hello = WorkerHello(1, worker, b"", b"", 1, kind, "a device", budget_bytes, False)
+        hello = WorkerHello(VERSION, worker, b"", b"", 1, kind, "a device", budget_bytes, False)
         for entry in self.catalog.fit(kind, budget_bytes):
             self.driver.post(ModelDeployed(self.driver.now_s, entry.profile))
         self.driver.joined(link, hello, kind)  # type: ignore[arg-type] # as much of a link as is needed

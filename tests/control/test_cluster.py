@@ -82,10 +82,12 @@ class HeadRig:
         while node in self.rig.nodes.others:
             await asyncio.sleep(0.005)
 
-    async def open_worker(self, node: NodeId, seat: str = "w0", name: str = "gpu-1") -> Channel:
+    async def open_worker(
+        self, node: NodeId, seat: str = "w0", name: str = "gpu-1", version: int = messages.VERSION
+    ) -> Channel:
         channel = await self.connect(name)
         worker = WorkerId(f"{node}/{seat}")
-        hello = messages.WorkerHello(messages.VERSION, worker, b"", b"", 1, "cpu", "a CPU", 1 << 30, False)
+        hello = messages.WorkerHello(version, worker, b"", b"", 1, "cpu", "a CPU", 1 << 30, False)
         channel.send(WorkerOpened(node, hello))
         return channel
 
@@ -186,6 +188,22 @@ def test_a_worker_of_an_earlier_life_is_refused_and_counted(data_dir: DataDir) -
             assert await (await head.open_worker(node, seat, name)).receive() is None
         assert head.stale() == 3
         assert not head.rig.driver.fleet.workers
+
+    play(data_dir, scene)
+
+
+def test_a_worker_of_another_version_takes_part_without_stages(data_dir: DataDir) -> None:
+    async def scene(head: HeadRig) -> None:
+        _, welcome = await head.join()
+        fleet = head.rig.driver.fleet
+        for seat, version in (("w0", messages.VERSION), ("w1", messages.VERSION - 1)):
+            await head.open_worker(welcome.node, seat, version=version)
+        while len(fleet.workers) < 2:
+            await asyncio.sleep(0.005)
+        assert {name: one.runs_stages for name, one in fleet.workers.items()} == {
+            "gpu-1/w0": True,
+            "gpu-1/w1": False,
+        }
 
     play(data_dir, scene)
 

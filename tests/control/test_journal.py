@@ -315,7 +315,7 @@ FORMAT = {
     "WantedAdapter": "adapter num_bytes",
     "WhileLoading": "gather_s min_gain_s",
     "Why": "demand evicted free_room loading resident staged switched turns waited",
-    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node gpu",
+    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node gpu runs_stages",
     "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
     "WorkersExpected": "now_s node num_workers",
     "Link": "bytes_per_s latency_s",

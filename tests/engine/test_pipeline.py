@@ -6,10 +6,13 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+import torch
 
 from hearth.core.config import EngineConfig
 from hearth.engine.engine import Engine, StepOutcome
+from hearth.engine.pending_step import StepInFlight
 from hearth.engine.pipeline import PipelineRunner
+from hearth.policy.batch.plan import StepPlan
 from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
 from tests.engine.pipeline_rig import LocalStages, pipeline_for
 from tests.engine.test_elastic import EXTENTS
@@ -72,6 +75,26 @@ def test_a_pipeline_has_one_more_step_in_flight_once_hops_are_seen_to_take_long(
     prompts = prompts_for(160, (7, 1, 13, 8, 2, 30))
     assert ask(pipeline, prompts, greedy()) == ask(engine_for("llama-gqa", MANY), prompts, greedy())
     assert later.most_in_flight == runner.num_flights == 3
+
+
+def test_inputs_are_on_the_device_before_the_tokens_of_a_step_are_known() -> None:
+    pipeline = with_blocks("llama-gqa", [1], 2)
+    runner, prepared, launched = pipeline.runner, list[StepPlan](), list[StepPlan]()
+    prepare, launch = runner.prepare, runner.launch
+
+    def preparing(plan: StepPlan) -> None:
+        prepared.append(plan)
+        prepare(plan)
+
+    def launching(plan: StepPlan, hidden: torch.Tensor | None = None) -> StepInFlight:
+        launched.append(plan)
+        return launch(plan, hidden)
+
+    runner.prepare, runner.launch = preparing, launching  # type: ignore[method-assign] # for the test
+    expected = ask(engine_for("llama-gqa", ROOMY), PROMPTS[:1], greedy())
+    assert ask(pipeline, PROMPTS[:1], greedy()) == expected
+    assert len(launched) > 2
+    assert [plan.step_id for plan in prepared] == [plan.step_id for plan in launched[1:]], "all but the first"
 
 
 @pytest.mark.parametrize("num_tokens", [12, 40])

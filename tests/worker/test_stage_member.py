@@ -32,6 +32,7 @@ from hearth.store.format.manifest import read_manifest
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.stage_connections import StageConnections, StageHello
 from hearth.worker.stage_link import HiddenPlaces, StageOutlet
+from hearth.worker.worker_loop import WorkerLoop
 from tests.engine.harness import prompts_for
 from tests.store.stored import PATIENCE_S, converted, tiers_at
 from tests.store.transfer.test_leases import eventually
@@ -189,6 +190,24 @@ def test_members_say_together_what_one_worker_says(
         both.host(NAME, [1])
         in_stages = [both.ask(NAME, PROMPTS, greedy(20)) for _ in range(2)]
     assert in_stages == [alone(tmp_path, PROMPTS, greedy(20))] * 2
+
+
+def test_steps_that_wait_for_another_member_are_prepared_and_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, prepared = WorkerLoop._step, set[str]()
+
+    def stepping(loop: WorkerLoop, *, is_prepared: bool = False) -> None:
+        if is_prepared:
+            prepared.add(threading.current_thread().name)
+        step(loop, is_prepared=is_prepared)
+
+    monkeypatch.setattr(WorkerLoop, "_step", stepping)
+    with workers(tmp_path) as found:
+        found.host(NAME, [1])
+        found.loaded(0)
+        found.ask(NAME, PROMPTS[:1], greedy(40))
+    assert len(prepared) == 2, "on both members"
 
 
 def test_tables_of_requests_are_those_of_the_last_member(tmp_path: Path) -> None:

@@ -335,6 +335,7 @@ class Driver:
                 shares_workspace=hello.shares_workspace,
                 node=node_of(hello.worker),
                 gpu=hello.gpu,
+                runs_stages=hello.version == messages.VERSION,
             )
         )
         if hello.kind == "cuda":  # as in `prepare`

@@ -40,7 +40,8 @@ from hearth.core.types import (
     WorkerId,
 )
 
-#: The version that gateway and worker must share. Raise it with every change of this file.
+#: The version that gateway and worker must share, and the members of a pipeline. Raise it with every change
+#: of this file or of `engine/stage_messages.py`.
 VERSION = 19
 
 

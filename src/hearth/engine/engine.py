@@ -157,6 +157,8 @@ class Engine:
         self.intake = Intake(batcher.request_limits, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flights: deque[_LaunchedStep] = deque()  #: oldest first
+        #: To be launched when the oldest step returns from other stages, before its tokens are committed.
+        self._ahead: StepPlan | None = None
         self._unmeasured: _LaunchedStep | None = None  #: committed, but its time is not recorded yet
         self.allowance = allowance
         #: If set, the caller sends tokens first and then calls `settle`.
@@ -178,6 +180,11 @@ class Engine:
     @property
     def is_computing(self) -> bool:
         return bool(self._flights)
+
+    @property
+    def is_step_prepared(self) -> bool:
+        """True if the next step was planned ahead, and the tokens that it waited for are known."""
+        return self._ahead is not None and self._flights[0].pending.is_done
 
     @property
     def computes_first_tokens(self) -> bool:
@@ -218,6 +225,7 @@ class Engine:
         assert adapter is None or adapter in self.adapters, (
             f"`{adapter}` of {request.request_id} is not there"
         )
+        self._undo_ahead()  # this request may start in the next step
         self.batcher.add(request)
         is_read = request.pooling is not None or request.sampling.prompt_logprobs is not None
         has_tables = self.tables.expect(request.request_id, request.sampling)
@@ -231,6 +239,7 @@ class Engine:
 
     def cancel(self, request_id: RequestId) -> bool:
         self._forget(request_id)
+        self._undo_ahead()
         return self.batcher.cancel(request_id)
 
     def add_blocks(self, extent: range) -> None:
@@ -246,6 +255,7 @@ class Engine:
         Steps in flight may still touch them, and so may copies queued behind those on the current stream.
         """
         self.runner.settle()
+        self._undo_ahead()
         moves = self.batcher.kv.clear(
             extent, may_move=may_move, may_preempt=may_preempt, keeps_floor=keeps_floor
         )
@@ -263,10 +273,10 @@ class Engine:
         devices: if they compute all steps that there can be, nothing happens.
         """
         self._measure()
-        flights = self._flights
+        flights, is_ahead = self._flights, self._ahead is not None
         self.batcher.num_flights = self.runner.num_flights
         launched = self._launch_next()
-        is_full = launched is None or len(flights) == self.batcher.max_in_flight
+        is_full = launched is None or is_ahead or len(flights) == self.batcher.max_in_flight
         previous = flights.popleft() if flights and is_full and flights[0].pending.may_wait else None
         blocks = self.batcher.blocks
         assert (
@@ -275,6 +285,8 @@ class Engine:
         outputs, failures = self._take_in(previous)
         if launched is None and previous is not None and self.has_work:
             launched = self._launch_next()
+        if launched is None and previous is None and flights:
+            self._plan_ahead()
         if launched is None or not self.has_work:
             self.runner.settle()  # no step may follow, and a trial uses the model's memory
         return StepOutcome(
@@ -286,6 +298,13 @@ class Engine:
         )
 
     def _launch_next(self) -> _LaunchedStep | None:
+        if self._ahead is not None:
+            if not self.is_step_prepared:
+                return None
+            launched = self._launch(self._ahead)
+            self._ahead = None
+            self._flights.append(launched)
+            return launched
         if len(self._flights) >= self.batcher.max_in_flight:
             return None
         num_waiting_tokens = self.batcher.waiting_prompt_tokens()
@@ -298,6 +317,18 @@ class Engine:
         self._flights.append(launched)
         return launched
 
+    def _plan_ahead(self) -> None:
+        if self._ahead is None and self.runner.num_flights is not None:
+            self._ahead = self.batcher.plan_ahead()
+            if self._ahead is not None:
+                self.runner.prepare(self._ahead)
+
+    def _undo_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead = None
+            self.batcher.undo_ahead()
+            self.runner.forget_prepared()
+
     def flush(self) -> StepOutcome:
         """Commit the oldest step in flight, if there is one, and launch none.
 
@@ -305,6 +336,7 @@ class Engine:
         them.
         """
         self._measure()
+        self._undo_ahead()
         previous = self._flights.popleft() if self._flights else None
         outputs, failures = self._take_in(previous)
         self.settle()
@@ -365,6 +397,7 @@ class Engine:
     def close(self) -> None:
         """Wait for the device, so that memory can be freed. No other call may follow."""
         self._flights.clear()
+        self._ahead = None
         self._ends.clear()
         self._unmeasured = None
         self.runner.close()  # also for a step that failed half-way: its inputs are still being read

@@ -51,7 +51,7 @@ class NextStage(Protocol):
         """Return memory for the hidden states of the next step, which is free again when that has ended."""
 
     def announce(self, step: StageStep) -> None:
-        """Pass on a step before it is launched, so that the next stage prepares it. `send` has to follow."""
+        """Pass on a step before it is computed, so that the next stage prepares it. `send` has to follow."""
 
     def send(self, message: StageMessage, hidden: PendingCopy | None = None) -> None:
         """Pass on a message, behind all before it, once its hidden states have arrived in their place."""
@@ -103,13 +103,22 @@ class PipelineRunner(Runner):
     def num_flights(self) -> int:
         return choose_flights(self.stage_times, self._later.num_flights, self._later.max_flights)
 
+    def prepare(self, plan: StepPlan) -> None:
+        before_last = self._step_ends[0]
+        if before_last is None or before_last.query():  # type: ignore[no-untyped-call] # torch leaves it untyped
+            super().prepare(plan)  # else it would wait for the device
+
     def launch(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> PipelineStep:
         later, began_s = self._later, time.perf_counter()
         message = StageStep(later.pipeline, without_tokens(plan))
-        later.announce(message)
+        is_cpu = not self.layers.kv.is_cuda
+        if is_cpu:  # which computes in `launch_stage`, and a device behind it
+            later.announce(message)
         self._copy_tokens()
         stop = self._clock.start(plan, is_warm=self.is_warm(plan))
         copy = self.launch_stage(plan, hidden, later.place(plan.num_tokens))
+        if not is_cpu:
+            later.announce(message)
         stop(copy.end)
         later.send(message, copy)
         step = PipelineStep(self, plan, copy, began_s)

@@ -77,8 +77,15 @@ class Runner:
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> None:
-        """Queue the inputs of the next step, except for its hidden states."""
+        """Queue the inputs of the next step, except for hidden states and sampled tokens."""
         self._prepared = _PreparedStep(plan, self._fill(plan))
+
+    def forget_prepared(self) -> None:
+        """Queue other inputs for the next step, or the same ones again."""
+        if self._prepared is not None:
+            self._prepared = None
+            last = self._step_ends[1]  # whose host memory these inputs will use
+            self._step_ends = (last, last)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, hidden: torch.Tensor | None = None) -> StepInFlight:
@@ -227,6 +234,7 @@ class Runner:
     def fill_tables(self) -> None:
         """Fill all tables: before the first step, and whenever their memory was used by another model."""
         self._end = None
+        self.forget_prepared()
         self._tables.fill()
         self.layers.inputs.adapters.forget()
 
@@ -239,12 +247,14 @@ class Runner:
     @torch.inference_mode()
     def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
         self._end = None
+        self.forget_prepared()
         self.adapters.bind(adapter, layout, layers)
         self.layers.inputs.adapters.forget()
         if self.layers.graphs is not None:
             self.layers.graphs.want_adapters()
 
     def remove_adapter(self, adapter: AdapterId) -> None:
+        self.forget_prepared()
         self.adapters.unbind(adapter)
         self.layers.inputs.adapters.forget()
 
@@ -296,7 +306,8 @@ class Runner:
     @torch.inference_mode()
     def run_padding(self, shape: StepShape) -> None:
         """Queue a step that is all padding. It writes no KV but the sink."""
-        self._end = self._prepared = None
+        self._end = None
+        self.forget_prepared()
         self.settle()
         self.layers.drop_open_gate()
         self.layers.inputs.fill_padding(shape)

@@ -140,6 +140,8 @@ def decode_result(frame: bytes) -> StageAnswer:
 
 def without_tokens(plan: StepPlan) -> StepPlan:
     """Return what later stages need of a plan: tokens only where penalties count them."""
+    if not plan.admissions and not plan.prompts:
+        return plan
     admissions = [one if is_penalised(one.sampling) else one._replace(tokens=()) for one in plan.admissions]
     prompts = [row._replace(tokens=()) for row in plan.prompts]
     return replace(plan, admissions=tuple(admissions), prompts=tuple(prompts))

@@ -147,6 +147,15 @@ class HostedModel:
         return (served := self.served) is not None and served.engine.has_work
 
     @property
+    def is_step_prepared(self) -> bool:
+        """True if a step's inputs are on the device, and what it waited for has come from another stage."""
+        if not self.is_loaded:
+            return False
+        if (stage := self.later_stage) is not None:
+            return stage.is_step_prepared
+        return (served := self.served) is not None and served.engine.is_step_prepared
+
+    @property
     def is_computing(self) -> bool:
         return (served := self.served) is not None and served.engine.is_computing
 

@@ -184,6 +184,11 @@ class StageMember:
         return self.is_started and bool(self._arrived) and (bool(self._hidden) or not self._is_prepared)
 
     @property
+    def is_step_prepared(self) -> bool:
+        """True if the oldest message is a step that was prepared, and its hidden states have come."""
+        return self._is_prepared and bool(self._hidden)
+
+    @property
     def num_dropped(self) -> int:
         """Frames of another pipeline, and repeated ones, which were dropped."""
         return sum(one.num_dropped for one in (self._inlet, self._links) if one is not None)

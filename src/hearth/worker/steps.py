@@ -37,11 +37,15 @@ class ModelSteps:
         computed = [model for model in urgent if len(ready) > 1 and ready[model].engine.computes_first_tokens]
         return self._sharing.next(ready, urgent, computed)
 
-    def step(self, model: ModelId, served: ServedModel) -> StepOutcome:
-        """Step a ready model with the KV that it needs; `settle` has to follow."""
+    def step(self, model: ModelId, served: ServedModel, *, is_prepared: bool) -> StepOutcome:
+        """Step a ready model with the KV that it needs; `settle` has to follow.
+
+        `is_prepared`: it has the KV.
+        """
         if (stage := self._models.hosted[model].later_stage) is not None:
             return stage.step()
-        self._reclaimer.before_step(model, served)
+        if not is_prepared:
+            self._reclaimer.before_step(model, served)
         return served.engine.step()
 
     def settle(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:

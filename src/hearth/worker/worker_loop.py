@@ -141,8 +141,10 @@ class WorkerLoop:
             match self._next_state():
                 case LoopState.STEP:
                     self._step()
-                case LoopState.MESSAGE | LoopState.IDLE:
+                case LoopState.MESSAGE:
                     is_running = self._take_message()
+                case LoopState.IDLE:
+                    is_running = self._take_message(is_idle=True)
                 case LoopState.RECHECK:
                     pass
 
@@ -163,8 +165,11 @@ class WorkerLoop:
         self._send_residency(is_due=True)
         return LoopState.IDLE
 
-    def _take_message(self) -> bool:
-        """Handle the next message, sleeping until it comes or a deadline passes; False: shut down."""
+    def _take_message(self, *, is_idle: bool = False) -> bool:
+        """Handle the next message, sleeping until it comes or a deadline passes; False: shut down.
+
+        `is_idle`: nothing can advance before it comes.
+        """
         try:
             message = self._inbox.get(timeout=self._timeout_s() if self._inbox.empty() else None)
         except Empty:  # a turn may end, a snapshot be made, or garbage be collected
@@ -176,6 +181,8 @@ class WorkerLoop:
         self._steps.recheck()
         self._turns.recheck()
         self._handle(message)
+        if is_idle and isinstance(message, ModelNews):
+            self._step_prepared(message.model)
         del message  # it may hold the engine of a model that is dropped below
         self._load_deferred()
         self._serve_adapters()
@@ -201,12 +208,22 @@ class WorkerLoop:
     def _may_collect(self) -> bool:
         return not self._runs and garbage.is_due()
 
-    def _step(self) -> None:
+    def _step_prepared(self, model: ModelId) -> None:
+        """Run a step of a pipeline that waited for the last message alone, before anything else is checked.
+
+        A device is idle until then, and this takes a third of the time of `_next_state` and `_step`.
+        """
+        hosted = self._hosted.get(model)
+        if hosted is not None and hosted.is_step_prepared and hosted.served is not None:
+            self._ready = {model: hosted.served}
+            self._step(is_prepared=True)
+
+    def _step(self, *, is_prepared: bool = False) -> None:
         ready, self._ready = self._ready, {}
-        model = self._steps.next(ready)
+        model = next(iter(ready)) if is_prepared else self._steps.next(ready)
         began_s = time.perf_counter()
         try:
-            outcome = self._steps.step(model, ready[model])
+            outcome = self._steps.step(model, ready[model], is_prepared=is_prepared)
         except Exception as error:  # it concerns one model, or `_fail` raises
             broken, failure = blame(model, error)
         else:

@@ -221,6 +221,7 @@ class Loop:
         self.batcher = Batcher(limits, book, num_flights)
         self.device = FakeDevice(book, is_pipeline=num_flights is not None)
         self.in_flight: deque[StepInFlight] = deque()
+        self.ahead: StepPlan | None = None  #: planned by `plan_ahead` and not run yet
         #: Whose the rows of each of them are: by now an id may have another owner.
         self.owners: deque[dict[RequestId, EngineRequest]] = deque()
         self.live: dict[RequestId, EngineRequest] = {}
@@ -230,6 +231,7 @@ class Loop:
         self.read_rows: dict[RequestId, list[Row]] = {}
 
     def add(self, request: EngineRequest) -> None:
+        self.undo_ahead()
         self.batcher.add(request)
         self.device.salts[request.request_id] = request.salt
         self.live[request.request_id] = request
@@ -239,6 +241,7 @@ class Loop:
         self.batcher.check()
 
     def launch(self) -> StepPlan | None:
+        self.undo_ahead()
         midway = self.batcher._sequences.midway()
         plan = self.batcher.plan(self.max_prompt_tokens)
         self.batcher.check()
@@ -263,9 +266,33 @@ class Loop:
         if self.device.is_pipeline:
             others = {slot for step in self.in_flight for slot in step.plan.decode.slots}
             assert others.isdisjoint(plan.decode.slots), "its last token is not known"
+        self._run(plan)
+        return plan
+
+    def _run(self, plan: StepPlan) -> None:
         self.in_flight.append(self.device.run(plan))
         self.owners.append({row.request_id: self.live[row.request_id] for row in plan.rows})
-        return plan
+
+    def plan_ahead(self) -> StepPlan | None:
+        """Plan the step that `commit` runs once the tokens of the oldest step are known."""
+        assert self.ahead is None
+        self.ahead = self.batcher.plan_ahead()
+        self.batcher.check()
+        if self.ahead is not None:
+            assert len(self.ahead.decode)
+            assert not self.ahead.prompts
+            assert self.ahead.num_tokens <= self.limits.max_batch_tokens
+            known, *unknown = (set(step.plan.sampled_ids) for step in self.in_flight)
+            assert known.issuperset(self.ahead.request_ids), "its last token will not be known"
+            assert not set(self.ahead.request_ids).intersection(*unknown or [()])
+            assert not any(self.live[name].guide for name in self.ahead.request_ids)
+        return self.ahead
+
+    def undo_ahead(self) -> None:
+        if self.ahead is not None:
+            self.ahead = None
+            self.batcher.undo_ahead()
+            self.batcher.check()
 
     def _check_prompts(self, plan: StepPlan, midway: LiveSequence | None) -> None:
         """Prompts keep their limit beside those that decode, advance in order and are cut at blocks.
@@ -293,6 +320,9 @@ class Loop:
         step, owners = self.in_flight.popleft(), self.owners.popleft()
         if self.device.is_pipeline:
             self.device.take_tokens(step)
+        if self.ahead is not None:
+            plan, self.ahead = self.ahead, None
+            self._run(plan)
         for row in step.plan.prompts:
             is_late = self.live.get(row.request_id) is not owners[row.request_id]
             if row.reading is not None and not is_late:
@@ -342,6 +372,7 @@ class Loop:
         assert targets == (() if num_logprobs is None else prompt[1:])
 
     def cancel(self, request_id: RequestId) -> None:
+        self.undo_ahead()
         request = self.live.pop(request_id)
         output = self.outputs[request_id]
         assert self.batcher.cancel(request_id)
@@ -367,6 +398,8 @@ class Loop:
         is_starved = blocks.num_blocks < blocks.floor_blocks
         assert plan or not is_idle or not self.live or is_starved, "nothing in flight and nothing to do"
         if len(self.in_flight) == self.batcher.max_in_flight or (plan is None and self.in_flight):
+            if self.device.is_pipeline and self.ahead is None:
+                self.plan_ahead()
             self.commit()
         return plan
 

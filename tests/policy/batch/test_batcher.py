@@ -392,6 +392,58 @@ def test_steps_of_a_pipeline_share_the_sequences() -> None:
     engine.drain()
 
 
+def test_the_step_behind_the_oldest_one_of_a_pipeline_is_planned_ahead() -> None:
+    engine = loop(num_flights=2)
+    for number in range(3):
+        engine.add(request(str(number), [number, 1], max_tokens=6))
+    launched(engine)
+    engine.commit()
+    assert names(launched(engine)) == ["0", "1"]
+    assert names(launched(engine)) == ["2"]
+    ahead = engine.plan_ahead()
+    assert ahead is not None
+    assert names(ahead) == ["0", "1"]
+    assert ahead.decode.positions == [3, 3]
+    engine.commit()  # runs it before the commit
+    assert [step.plan.step_id for step in engine.in_flight] == [2, 3]
+    engine.drain()
+
+
+def test_the_next_plan_writes_the_blocks_of_a_step_that_was_planned_ahead_and_not_run() -> None:
+    engine = loop(num_flights=2, block_tokens=2)
+    engine.add(request("a", [1, 2], max_tokens=6))
+    launched(engine)
+    ahead = engine.plan_ahead()
+    assert ahead is not None
+    engine.add(request("b", [3], max_tokens=6))  # undoes it
+    following = launched(engine)
+    assert names(following) == ["b"]
+    assert set(ahead.table_writes) < set(following.table_writes)
+    engine.commit()
+    assert launched(engine).decode.positions == ahead.decode.positions
+    engine.drain()
+
+
+def test_no_step_is_planned_ahead_that_would_keep_a_request_waiting() -> None:
+    engine = loop(num_flights=2)
+    engine.add(request("a", [1, 2]))
+    launched(engine)
+    engine.add(request("b", [3]))
+    assert engine.plan_ahead() is None
+    launched(engine)
+    assert names(engine.plan_ahead() or launched(engine)) == ["a"]
+    engine.drain()
+
+
+def test_a_guided_request_is_not_planned_ahead() -> None:
+    engine = loop(num_flights=2)
+    params = SamplingParams(max_tokens=8)
+    engine.add(EngineRequest(RequestId("a"), (1,), params, guide=Alternating(6)))
+    launched(engine)
+    assert engine.plan_ahead() is None
+    engine.drain()
+
+
 @pytest.mark.parametrize(("num_tokens", "num_pieces"), [(600, 3), (150, 2), (90, 1)])
 def test_a_prompt_is_cut_so_that_every_stage_has_a_piece(num_tokens: int, num_pieces: int) -> None:
     engine = loop(num_blocks=200, max_context=1000, max_batch_tokens=1000, num_flights=3)
@@ -406,6 +458,14 @@ def test_chunks_of_a_prompt_follow_each_other_through_a_pipeline() -> None:
     engine = loop(num_flights=3, max_batch_tokens=4)
     engine.add(request("a", range(10)))
     assert [launched(engine).num_tokens for _ in range(3)] == [4, 4, 2]
+    engine.drain()
+
+
+def test_what_a_later_step_samples_is_not_planned_ahead() -> None:
+    engine = loop(num_flights=2, max_batch_tokens=4)
+    engine.add(request("a", range(8)))
+    assert [launched(engine).num_tokens for _ in range(2)] == [4, 4]
+    assert engine.plan_ahead() is None
     engine.drain()
 
 
@@ -1176,6 +1236,14 @@ class Schedules(Driven):
     @rule(num_flights=st.integers(1, 4))
     def change_flights(self, num_flights: int) -> None:
         self.engine.batcher.num_flights = num_flights
+
+    @precondition(lambda self: self.engine.batcher.num_flights is not None and self.engine.in_flight)
+    @rule(is_undone=st.booleans())
+    def plan_ahead(self, is_undone: bool) -> None:
+        if self.engine.ahead is None:
+            self.engine.plan_ahead()
+        if is_undone:
+            self.engine.undo_ahead()
 
     @precondition(lambda self: self.engine.live)
     @rule(data=st.data())

@@ -74,11 +74,17 @@ class Desk:
         return self._step(*(ModelDeployed(self.now_s, profile) for profile in profiles))
 
     def join(
-        self, worker: str, budget_bytes: int = 100, kind: str = "cuda", gpu: int | None = None
+        self,
+        worker: str,
+        budget_bytes: int = 100,
+        kind: str = "cuda",
+        gpu: int | None = None,
+        *,
+        runs_stages: bool = True,
     ) -> list[Action]:
-        name = WorkerId(worker)
-        joined = WorkerJoined(self.now_s, name, kind, budget_bytes, kind == "cuda", node_of(name), gpu)
-        return self._step(joined)
+        name, is_cuda = WorkerId(worker), kind == "cuda"
+        node = node_of(name)
+        return self._step(WorkerJoined(self.now_s, name, kind, budget_bytes, is_cuda, node, gpu, runs_stages))
 
     def lose(self, worker: str, culprit: str | None = None, *, has_answered: bool = False) -> list[Action]:
         model = None if culprit is None else ModelId(culprit)

@@ -70,6 +70,16 @@ def formed(num_workers: int = 2) -> Desk:
     return desk
 
 
+def test_workers_of_an_older_version_load_without_a_pipeline() -> None:
+    desk = Desk(CONFIG)
+    desk.deploy(M)
+    for name in ("n1/w", "n2/w"):
+        desk.join(name, budget_bytes=200, runs_stages=name != "n2/w")
+        desk._step(ResidencyReported(0.0, M.model, {Rung.DISK: 66}, node_of(WorkerId(name))))
+    burst(desk, 3)
+    assert not stages(gathered(desk))
+
+
 def stages(actions: list[Action]) -> dict[str, tuple[int, int]]:
     """The layers of each worker in the pipeline that was formed."""
     pipelines = {load.pipeline for load in of(LoadModel, actions)} - {None}

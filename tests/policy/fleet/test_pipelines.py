@@ -30,6 +30,7 @@ from hearth.policy.fleet.events import (
     WorkersExpected,
 )
 from hearth.policy.fleet.failures import FIRST_DELAY_S
+from hearth.policy.fleet.fleet_state import restore, save
 from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.residents import list_residents
 from hearth.policy.fleet.routing import explain_wait
@@ -76,6 +77,18 @@ def test_a_model_that_fits_no_worker_is_loaded_by_the_fewest_that_can() -> None:
     (dispatch,) = [action for action in actions if isinstance(action, Dispatch)]
     assert dispatch.why is Why.FREE_ROOM
     assert [option.worker for option in dispatch.options] == ["w1", "w2"]
+
+
+def test_workers_of_an_older_version_are_in_no_pipeline() -> None:
+    desk = Desk()
+    desk.join("old/w1", 110, runs_stages=False)
+    desk.join("w2")
+    desk.deploy(LARGE)
+    (refused,) = desk.ask("r1", "large")
+    assert isinstance(refused, Reject)
+    desk.join("w3")
+    assert list(loads(desk.ask("r2", "large"))) == ["w2", "w3"]
+    assert restore(desk.fleet.config, save(desk.fleet)).workers[WorkerId("old/w1")].runs_stages is False
 
 
 @pytest.mark.parametrize(

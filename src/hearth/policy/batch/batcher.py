@@ -26,8 +26,10 @@ the host does not. Only a stop token or a failure comes as a surprise, one row t
 is dropped. A guided sequence sits out every other step, because its last token decides what may come next,
 except where its guide needs no masks. In
 a pipeline of stages every sequence in flight sits out, because its token is known late, and the steps in
-flight have different sequences. Blocks and slots are reused at once, because each device runs steps in order:
-the next owner overwrites what a late row writes before reading it.
+flight have different sequences. Only the step behind the return of the oldest one is planned ahead
+(`plan_ahead`), so that it can be launched as soon as the tokens are known. Blocks and slots are reused at
+once, because each device runs steps in order: the next owner overwrites what a late row writes before
+reading it.
 
 For the same reason a prompt is a known prefix as soon as it is planned: a step writes the KV of all its rows
 in a layer before any row attends there. So of many equal prompts that arrive together the first computes the
@@ -153,11 +155,61 @@ class Batcher:
         if not draft.sequences:
             return None
         self._sequences.take_table_writes(draft.table_writes)
+        return self._planned(draft)
+
+    def _planned(self, draft: PlanDraft) -> StepPlan:
         admissions, prompts = tuple(draft.admissions), tuple(draft.prompts)
         plan = StepPlan(self._num_steps, admissions, draft.table_writes, draft.decode, prompts)
         self._num_steps += 1
         self._flights.append(PlannedStep(plan, draft.sequences))
         return plan
+
+    def plan_ahead(self) -> StepPlan | None:
+        """Plan the step that decodes what the oldest one in flight samples; None: it has to be planned later.
+
+        For a pipeline, when `plan` finds nothing. Launch it when these tokens are known, before they are
+        committed, or call `undo_ahead`; no other change may come first.
+        """
+        self.settle()
+        sequences, oldest = self._sequences, self._flights[0].sequences
+        is_starting = sequences.midway() is not None or any(sequences.next_in_line()) or self._in_the_way()
+        if is_starting or sequences.has_moved or any(one.guide for one in oldest):
+            return None
+        others = {one for flight in list(self._flights)[1:] for one in flight.sequences}
+        ready = [
+            one
+            for one in oldest
+            if one.slot is not None and one.num_planned < one.max_length - 1 and one not in others
+        ]
+        del ready[self._decode_share(len(sequences.decoding())) :]
+        wanting = [one for one in ready if one.num_planned == one.room_tokens]
+        blocks = self.blocks.allocate(len(wanting)) if ready else None
+        if blocks is None:
+            return None
+        draft = PlanDraft(self.blocks.block_tokens)
+        for sequence, block in zip(wanting, blocks, strict=True):
+            draft.assign(sequence, [block])
+        for sequence in ready:
+            sequence.max_planned += 1
+        draft.add_decode(ready, self._last_decode, has_guides=False)
+        self._last_decode = DecodedSequences(ready, draft.decode)
+        return self._planned(draft)
+
+    def undo_ahead(self) -> None:
+        """Forget the step that `plan_ahead` returned last. Its sequences keep their blocks."""
+        step = self._flights.pop()
+        self._num_steps -= 1
+        self._last_decode = NOTHING_DECODED
+        by_slot = {one.slot: one for one in step.sequences}
+        for write in step.plan.table_writes:
+            self._sequences.rewrite(by_slot[write.slot], write.begin)
+        for sequence in step.sequences:
+            sequence.num_planned -= 1
+            sequence.max_planned -= 1
+
+    def _decode_share(self, num_decoding: int) -> int:
+        """Return how many sequences a step may decode, so that no stage of a pipeline waits for tokens."""
+        return min(self.limits.max_batch_tokens, -(-num_decoding // (self.num_flights or 1)))
 
     def _prompt_share(self, num_free: int) -> int:
         """Return how many tokens of prompts one of `num_free` steps has, so that no stage waits for them."""
@@ -177,8 +229,7 @@ class Batcher:
         # Column by column: there may be a thousand rows, most of which only need their position.
         decoding = self._sequences.decoding()
         ready = [one for one in decoding if one.num_planned < one.max_planned]
-        # Each step of a pipeline has its share of the sequences, so that no stage waits for tokens.
-        del ready[min(self.limits.max_batch_tokens, -(-len(decoding) // (self.num_flights or 1))) :]
+        del ready[self._decode_share(len(decoding)) :]
         self._make_room_for_all([one for one in ready if one.num_planned == one.room_tokens], draft)
         if draft.has_preempted:
             ready = [one for one in ready if one.slot is not None]

@@ -133,7 +133,7 @@ class Sequences:
         self._free_slots = list(range(max_seqs))  #: a heap
         self.num_committed = 0  #: steps; written by the `Batcher`
         self._preempted: list[RequestId] = []
-        #: By running request: indices of the blocks that moved since its row of the block table was written.
+        #: By running request: indices of the blocks that its row of the block table does not have.
         self._moved_indices: dict[RequestId, set[int]] = {}
         self._num_arrivals = 0
         self.num_streamed = self.num_guided = 0
@@ -272,6 +272,14 @@ class Sequences:
                 if block in targets:
                     sequence.blocks[index] = targets[block]
                     self._moved_indices.setdefault(request_id, set()).add(index)
+
+    @property
+    def has_moved(self) -> bool:
+        return bool(self._moved_indices)
+
+    def rewrite(self, sequence: LiveSequence, index: int) -> None:
+        """Have the next plan write a block to the block table again."""
+        self._moved_indices.setdefault(sequence.request_id, set()).add(index)
 
     def take_table_writes(self, writes: TableWrites) -> None:
         for request_id, indices in self._moved_indices.items():

@@ -59,6 +59,7 @@ class WorkerJoined:
     shares_workspace: bool = True  #: one workspace for all models always suffices
     node: NodeId = LOCAL
     gpu: int | None = None  #: the index of its device on the node; None: a CPU
+    runs_stages: bool = True  #: False: its Hearth is older, and may not know all that stages are told
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class Fleet:
         assert event.worker not in self.workers, f"joined twice: worker `{event.worker}`"
         promises = Promises(event.budget_bytes, event.shares_workspace)
         worker = Worker(event.worker, event.kind, promises, node=event.node, gpu=event.gpu)
+        worker.runs_stages = event.runs_stages
         worker.is_draining, worker.used_s = event.node in self.draining, self.now_s
         self.workers[worker.name] = worker
         self.num_workers_by_node[worker.node] += 1

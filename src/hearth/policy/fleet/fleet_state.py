@@ -207,6 +207,7 @@ def _joined(worker: Worker) -> WorkerJoined:
         shares_workspace=promises.shares_workspace,
         node=worker.node,
         gpu=worker.gpu,
+        runs_stages=worker.runs_stages,
     )
 
 

@@ -100,7 +100,7 @@ def _plan(fleet: Fleet, model: Model, profile: ModelProfile) -> PipelinePlan | N
     workers_by_kind: dict[str, list[Worker]] = defaultdict(list)
     for replica in model.loading.values():
         sizes = profile.stages.get(replica.worker.kind)
-        if sizes is None or replica.stages:
+        if sizes is None or replica.stages or not replica.worker.runs_stages:
             continue
         if replica.worker.promises.has_room(sizes.footprint(1, is_first=False, is_last=False)):
             workers_by_kind[replica.worker.kind].append(replica.worker)

@@ -1,8 +1,9 @@
 """Pipelines for models that no worker can hold whole: which workers, which layers, how much KV. Pure.
 
-A pipeline has the fewest stages that fit, all on workers of one pool. Workers of one node come before those
-of several, then the fewest nodes, and of these the ones with the fastest links. Layers are shared out so that
-the slowest stage is as fast as it can be. Members are in the order of their ids.
+A pipeline has the fewest stages that fit, all on workers of one pool that have the head's version of Hearth.
+Workers of one node come before those of several, then the fewest nodes, and of these the ones with the
+fastest links. Layers are shared out so that the slowest stage is as fast as it can be. Members are in the
+order of their ids.
 
 A pipeline takes no turns: it is formed only if the promises of all its members fit at once. So no two models
 wait for each other's workers, and it needs no more room later. One full context of KV is promised on every
@@ -111,7 +112,8 @@ def find_stages(
             continue
         one_layer = sizes.footprint(1, is_first=False, is_last=False)
         workers = (fleet.workers[name] for name in rank(index).down_to_rank(0))
-        able = list(islice((one for one in workers if fits(one, one_layer)), MAX_CANDIDATES))
+        fitting = (one for one in workers if one.runs_stages and fits(one, one_layer))
+        able = list(islice(fitting, MAX_CANDIDATES))
         if (stages := _find_in_pool(fleet, sizes, able, fits)) is not None:
             return stages
     return None

@@ -378,6 +378,7 @@ class Worker:
     adapters: KnownAdapters = field(default_factory=KnownAdapters)
     node: NodeId = LOCAL
     gpu: int | None = None
+    runs_stages: bool = True
     is_draining: bool = False  #: its node is being emptied: nothing new is placed here
     used_s: float = -math.inf  #: when it joined, a load began there or a request ended
 
