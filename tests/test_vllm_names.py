@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import get_type_hints
 
@@ -41,6 +42,10 @@ def names_of(where: str) -> set[str]:
     if where == "LLM":
         options = {*ENGINE_FIELDS, *REFUSED, *WITHOUT_EFFECT, "enforce_eager"}
         return (set(inspect.signature(cls).parameters) - {"vllm_options"}) | options
+    if where in ("AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs"):
+        return set(inspect.signature(cls).parameters) - {"options"}
+    if issubclass(cls, Enum):
+        return set(cls.__members__)
     public = {name for name in dir(cls) if not name.startswith("_")}
     if is_dataclass(cls):
         # Of sampling parameters only what can be given.

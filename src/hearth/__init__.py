@@ -1,25 +1,30 @@
-"""Hearth: serverless inference for large language models. `LLM` needs torch and is imported on first use."""
+"""Hearth: serverless inference for large language models. `LLM` needs torch and is imported
+on first use, and so are the classes beside it."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
-from hearth.inputs import LoRARequest, StructuredOutputsParams, TextPrompt, TokensPrompt
+from hearth.inputs import LoRARequest, RequestOutputKind, StructuredOutputsParams, TextPrompt, TokensPrompt
 from hearth.inputs import RequestParams as SamplingParams
 from hearth.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from hearth.system.cpus import wait_policy
 
 if TYPE_CHECKING:
-    from hearth.llm import LLM
+    from hearth.llm import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "LoRARequest",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -32,8 +37,8 @@ os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else each process leaves a m
 
 
 def __getattr__(name: str) -> object:
-    if name == "LLM":
-        from hearth.llm import LLM
+    if name in ("LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine"):
+        from hearth import llm
 
-        return LLM
+        return getattr(llm, name)
     raise AttributeError(f"module `hearth` has no attribute `{name}`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import NotRequired, TypedDict, TypeVar
 
 from hearth.core.errors import BadPrompt, BadSampling
@@ -27,11 +28,19 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     lora_name: str
-    lora_int_id: int = 0  #: unused, as the path: the model is opened with its adapters
-    lora_path: str = ""
+    lora_int_id: int = 0  #: unused
+    lora_path: str = ""  #: read with the first request that has this name
 
 
-Adapter = str | LoRARequest | None  #: or its name in `adapters` of `LLM`
+Adapter = str | LoRARequest | None  #: a name alone is one that the model has, from `adapters` or a request
+
+
+class RequestOutputKind(Enum):
+    """The content of the outputs of `AsyncLLM.generate`."""
+
+    CUMULATIVE = 0  #: the whole answer so far
+    DELTA = 1  #: what is new
+    FINAL_ONLY = 2  #: the whole answer, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,7 @@ class RequestParams(SamplingParams):
 
     n: int = 1  #: answers; with a seed, each has one of its own
     structured_outputs: StructuredOutputsParams | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  #: of `AsyncLLM`
 
     def __post_init__(self) -> None:
         SamplingParams.__post_init__(self)  # `super()` does not work in a dataclass with slots
@@ -83,6 +93,10 @@ class RequestParams(SamplingParams):
 def sampling_of_answers(params: SamplingParams) -> list[SamplingParams]:
     """Return the parameters of each answer to a prompt."""
     return [params.of_answer(at) for at in range(params.n)] if isinstance(params, RequestParams) else [params]
+
+
+def output_kind_of(params: SamplingParams) -> RequestOutputKind:
+    return params.output_kind if isinstance(params, RequestParams) else RequestOutputKind.CUMULATIVE
 
 
 def guide_of(params: SamplingParams) -> GuideSpec | None:

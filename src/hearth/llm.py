@@ -1,19 +1,24 @@
-"""The offline Python API, with vLLM's names: one model in this process, for any thread.
+"""The offline Python API, with vLLM's names: one model in this process, for any thread or an event loop.
 
 llm = LLM("path/to/model")
 for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
     print(output.outputs[0].text)
+
+`AsyncLLM` is the same for asyncio: requests come one by one and are answered together.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from queue import Empty
 from types import TracebackType
 from typing import Literal, Self
 
@@ -37,10 +42,12 @@ from hearth.inputs import (
     Adapter,
     LoRARequest,
     Prompt,
+    RequestOutputKind,
     adapters_for,
     as_prompts,
     guide_of,
     one_for_each,
+    output_kind_of,
     sampling_of_answers,
     text_and_tokens,
 )
@@ -100,8 +107,9 @@ class LLM:
         model on the Hub. `max_model_len` defaults to the model's own context. With `skip_tokenizer_init`,
         prompts are token ids, answers have no text and generation does not stop at an end token. Tiers passed
         as `store` stay open. `adapters` maps names to LoRA adapters: directories of PEFT or converted ones.
-        They stay on the device as long as the model. `vllm_options` such as `gpu_memory_utilization` change
-        `engine`, or are refused with what to do instead (`vllm_options.py`).
+        A LoRARequest with a path adds one later. They stay on the device as long as the model. `vllm_options`
+        such as `gpu_memory_utilization` change `engine`, or are refused with what to do instead
+        (`vllm_options.py`).
         """
         config = engine_config(engine or EngineConfig(), vllm_options)
         options = ModelOptions(device, dtype, max_model_len, skip_tokenizer_init, config)
@@ -137,7 +145,9 @@ class LLM:
     ) -> None:
         self._tokenizer = tokenizer
         self._opened = opened
-        self._adapters = adapters
+        self._adapters = dict(adapters)
+        #: Held while an adapter is added: two requests that name it first would add it twice.
+        self._adding = threading.Lock()
         self._numbers = count()
         self._open_loop: StepLoop | None = StepLoop(build)
         # The step thread references the engine, so a dropped LLM would keep its memory without this.
@@ -293,25 +303,12 @@ class LLM:
         loop.add([answer.request for answer in answers.values()], outbox)
         try:
             while num_open:
-                message = _received(outbox)
-                if isinstance(message, RequestFailed):
-                    if answers[message.request_id].finish_reason is None:
-                        raise message.error
-                    continue  # it ran on after its stop string
-                for row, request_id in enumerate(message.request_ids):
-                    answer = answers[request_id]
-                    if answer.finish_reason is not None:
-                        continue  # likewise
-                    answer.note(message, row)
-                    if answer.finish_reason is not None:
-                        if request_id not in message.finished:  # a stop string ended it
-                            loop.cancel(request_id)
-                        num_open -= 1
-                        yield
+                grown = _taken(answers, [_received(outbox)], loop)
+                ended = sum(answers[one].finish_reason is not None for one in grown)
+                num_open -= ended
+                yield from [None] * ended
         finally:
-            for request_id, answer in answers.items():
-                if answer.finish_reason is None:
-                    loop.cancel(request_id)
+            _cancelled(answers, loop)
 
     def _question(
         self,
@@ -347,19 +344,178 @@ class LLM:
         return _Question(text, answers)
 
     def _adapter_id(self, adapter: Adapter) -> AdapterId | None:
+        """Return the adapter of a request, loaded now if it is new and the request has its path."""
+        path = adapter.lora_path if isinstance(adapter, LoRARequest) else ""
         name = adapter.lora_name if isinstance(adapter, LoRARequest) else adapter
-        if name is not None and name not in self._adapters:
-            known = ", ".join(f"`{one}`" for one in self._adapters) or "none"
-            raise UnknownModel(
-                f"unknown adapter: `{name}`; the model was opened with: {known}; pass it in `adapters` "
-                "when you open the model"
-            )
-        return None if name is None else self._adapters[name]
+        if name is None:
+            return None
+        with self._adding:
+            if name not in self._adapters:
+                if not path or self._opened is None:
+                    known = ", ".join(f"`{one}`" for one in self._adapters) or "none"
+                    raise UnknownModel(
+                        f"unknown adapter: `{name}`; the model has: {known}; pass it in `adapters` when you "
+                        f"open the model, or as `LoRARequest({name!r}, lora_path=...)`"
+                    )
+                (read,) = read_adapters(self._opened, {name: path}).values()
+                if read.adapter not in self.engine.adapters:
+                    self._loop.change(lambda engine: add_adapters(engine, [read]))
+                self._adapters[name] = read.adapter
+            return self._adapters[name]
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise BadPrompt("the model was loaded with `skip_tokenizer_init`, so prompts must be token ids")
         return self._tokenizer
+
+
+class AsyncEngineArgs:
+    """The arguments of `LLM`, for `AsyncLLM.from_engine_args`."""
+
+    __slots__ = ("model", "options")
+
+    def __init__(self, model: str | Path, **options: object) -> None:
+        self.model, self.options = model, options
+
+
+class AsyncLLM:
+    """A loaded model whose requests are async generators. All but its making is for one event loop."""
+
+    def __init__(self, model: str | Path, **options: object) -> None:
+        """Open a model as `LLM` does, with its arguments."""
+        self._llm = LLM(model, **options)  # type: ignore[arg-type] # `LLM` has their types
+        self._outboxes: dict[str, _AwaitedOutbox] = {}  #: of running requests
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
+        return cls(engine_args.model, **engine_args.options)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: Adapter = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt. `output_kind` of `sampling_params` says what each output has.
+
+        An output has the answers that have grown, and what came while the caller was busy is one output.
+        Closing the generator or cancelling its task ends the request.
+        """
+        if request_id in self._outboxes:
+            raise BadPrompt(f"a request with the id `{request_id}` is running; choose another id")
+        kind = output_kind_of(sampling_params)
+        loop = self._llm._loop
+        outbox = self._outboxes[request_id] = _AwaitedOutbox(asyncio.get_running_loop())
+        answers: Mapping[RequestId, _ReceivedAnswer] = {}
+        try:
+            question = await asyncio.to_thread(  # it tokenises, and may load an adapter
+                self._llm._question,
+                prompt,
+                sampling_params,
+                lora_request,
+                is_streamed=kind is not RequestOutputKind.FINAL_ONLY,
+            )
+            answers = {answer.request.request_id: answer for answer in question.answers}
+            with postponed():
+                loop.add([answer.request for answer in question.answers], outbox)
+                while not question.is_finished:
+                    before = [len(answer.token_ids) for answer in question.answers]
+                    grown = _taken(answers, await outbox.received(), loop)
+                    if outbox.is_aborted:
+                        grown |= _cancelled(answers, loop)
+                    indexes = [at for at, one in enumerate(answers) if one in grown]
+                    if kind is RequestOutputKind.DELTA:
+                        yield question.output(request_id, {at: before[at] for at in indexes})
+                    elif kind is RequestOutputKind.CUMULATIVE:
+                        yield question.output(request_id, dict.fromkeys(indexes, 0))
+            if kind is RequestOutputKind.FINAL_ONLY:
+                yield question.output(request_id)
+        finally:
+            _cancelled(answers, loop)
+            del self._outboxes[request_id]
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests: their last outputs have the finish reason `cancelled`. Unknown ids are ignored."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            if (outbox := self._outboxes.get(one)) is not None:
+                outbox.abort()
+
+    async def get_tokenizer(self) -> Tokenizer:
+        return self._llm.get_tokenizer()
+
+    def shutdown(self) -> None:
+        """Fail running requests and free the memory. Idempotent."""
+        self._llm.close()
+
+
+AsyncLLMEngine = AsyncLLM  #: vLLM's older name
+
+
+class _AwaitedOutbox(Outbox):
+    """Wakes an event loop, which alone reads it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self.is_aborted = False
+        self._loop, self._event = loop, asyncio.Event()
+
+    def put(
+        self,
+        item: StepOutputs | RequestFailed | Failed,
+        block: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        super().put(item, block, timeout)
+        with suppress(RuntimeError):  # the event loop was closed, and the step thread goes on
+            self._loop.call_soon_threadsafe(self._event.set)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        self._event.set()
+
+    async def received(self) -> list[StepOutputs | RequestFailed]:
+        """Wait for messages or an abort, and return all messages there are. Raises EngineFailed."""
+        await self._event.wait()
+        self._event.clear()
+        messages = []
+        with suppress(Empty):
+            while True:
+                messages.append(_checked(self.get_nowait()))
+        return messages
+
+
+def _taken(
+    answers: Mapping[RequestId, _ReceivedAnswer],
+    messages: Iterable[StepOutputs | RequestFailed],
+    loop: StepLoop,
+) -> set[RequestId]:
+    """Take messages and return the answers that have grown. Raises the error of a request that failed."""
+    grown = set()
+    for message in messages:
+        if isinstance(message, RequestFailed):
+            if answers[message.request_id].finish_reason is None:
+                raise message.error
+            continue  # it ran on after its stop string
+        for row, request_id in enumerate(message.request_ids):
+            answer = answers[request_id]
+            if answer.finish_reason is not None:
+                continue  # likewise
+            answer.note(message, row)
+            grown.add(request_id)
+            if answer.finish_reason is not None and request_id not in message.finished:
+                loop.cancel(request_id)  # a stop string ended it
+    return grown
+
+
+def _cancelled(answers: Mapping[RequestId, _ReceivedAnswer], loop: StepLoop) -> set[RequestId]:
+    """Cancel the requests that have not ended, and return them."""
+    live = {one for one, answer in answers.items() if answer.finish_reason is None}
+    for request_id in live:
+        answers[request_id].finish_reason = FinishReason.CANCELLED
+        loop.cancel(request_id)
+    return live
 
 
 @dataclass(slots=True)
@@ -377,6 +533,7 @@ class _ReceivedAnswer:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    named_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  #: of tokens that were returned
     finish_reason: FinishReason | None = None
     stop_string: str | None = None  #: that ended it
     reading: PromptReading | None = None
@@ -403,7 +560,7 @@ class _ReceivedAnswer:
         return Delta(text, (output.token,), self.finish_reason, logprobs or None)
 
     def note(self, outputs: StepOutputs, row: int) -> None:
-        if self.request.sampling.stop or self._has_no_tokens:
+        if self.request.is_streamed or self.request.sampling.stop or self._has_no_tokens:
             self.take(outputs[row])
             return
         self.reading = self.reading or outputs.readings.get(outputs.request_ids[row])
@@ -424,18 +581,21 @@ class _ReceivedAnswer:
     def _has_no_tokens(self) -> bool:
         return self.request.sampling.max_tokens == 0
 
-    def completion(self, index: int) -> CompletionOutput:
+    def completion(self, index: int, begin: int = 0) -> CompletionOutput:
+        """Return the answer from token `begin` on, which is 0 unless tokens were taken one by one."""
         logprobs = None
         if self.request.sampling.logprobs is not None:
-            each = zip(self.token_ids, self.logprobs, strict=True)
-            logprobs = [logprobs_by_token(one, own.logprob, None, own.top, self._decode) for one, own in each]
+            at = len(self.named_logprobs)
+            for one, own in zip(self.token_ids[at:], self.logprobs[at:], strict=True):
+                self.named_logprobs.append(logprobs_by_token(one, own.logprob, None, own.top, self._decode))
+            logprobs = self.named_logprobs[begin:]
         stop_reason: str | int | None = self.stop_string
         if self.finish_reason is FinishReason.STOP and self.token_ids[-1] in self.stop_ids:
             stop_reason = stop_reason or self.token_ids[-1]
         return CompletionOutput(
             index=index,
-            text="".join(self.texts),
-            token_ids=self.token_ids,
+            text="".join(self.texts[begin:]),
+            token_ids=self.token_ids[begin:],
             cumulative_logprob=None if logprobs is None else sum(one.logprob for one in self.logprobs),
             logprobs=logprobs,
             finish_reason=self.finish_reason,
@@ -464,15 +624,21 @@ class _Question:
     prompt: str | None
     answers: Sequence[_ReceivedAnswer]
 
-    def output(self) -> RequestOutput:
+    @property
+    def is_finished(self) -> bool:
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    def output(self, request_id: str | None = None, begins: Mapping[int, int] | None = None) -> RequestOutput:
+        """Return the answers, or from `begins` on alone, by index."""
         first = self.answers[0]
+        begins = dict.fromkeys(range(len(self.answers)), 0) if begins is None else begins
         return RequestOutput(
-            request_id=first.request.request_id,
+            request_id=first.request.request_id if request_id is None else request_id,
             prompt=self.prompt,
             prompt_token_ids=list(first.request.prompt),
             prompt_logprobs=first.prompt_logprobs(),
-            outputs=[answer.completion(index) for index, answer in enumerate(self.answers)],
-            finished=True,
+            outputs=[self.answers[index].completion(index, begin) for index, begin in sorted(begins.items())],
+            finished=self.is_finished,
         )
 
     def embedding(self) -> EmbeddingRequestOutput:
@@ -498,7 +664,10 @@ def _close(loop: StepLoop, opened: OpenedModel | None) -> None:
 
 
 def _received(outbox: Outbox) -> StepOutputs | RequestFailed:
-    message = outbox.get()
+    return _checked(outbox.get())
+
+
+def _checked(message: StepOutputs | RequestFailed | Failed) -> StepOutputs | RequestFailed:
     if isinstance(message, Failed):
         raise EngineFailed(
             f"the engine stopped during {message.request_id}: {message.cause}"

@@ -177,7 +177,7 @@ def test_limits_that_mean_nothing_are_wrong_input(
 def test_the_limits_of_nobody_cannot_be_changed(hearth: Hearth, data_dir: Path) -> None:
     hearth("keys", "add", "ada")
     refused = hearth("keys", "set", "bob", "--rpm", "5")
-    assert refused.code == 2
+    assert refused.code == 3
     assert "holds no key named 'bob'; it holds: ada" in " ".join(refused.err.split())
 
 

@@ -238,7 +238,7 @@ def test_a_line_is_logged_once_where_standard_error_is_the_log(
     path = tmp_path / "service.log"
     with path.open("w") as stderr:
         monkeypatch.setattr(server, "STDERR", stderr.fileno())
-        with server.log_file(path):
+        with server.log_file(path, "text"):
             logging.getLogger("hearth").error("said on standard error already")
     assert path.read_text() == ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import subprocess
@@ -104,3 +105,18 @@ def test_a_file_that_takes_no_line_is_told_of(tmp_path: Path) -> None:
 
     assert log.note is not None
     assert log.note.endswith("service.log` cannot be written: [Errno 28] No space left on device")
+
+
+def test_lines_of_processes_become_objects_also_if_they_come_in_pieces(tmp_path: Path) -> None:
+    with pipe() as (reader, stderr):
+        log = ProcessLog(tmp_path / "service.log", to_stderr=True, stderr=stderr, is_json=True)
+        os.write(log.fd, b"2026-01-02 03:04:05,678 INFO keeper hearth.store.keeper ready ")
+        os.write(log.fd, b"port=1\nFatal Python error: Abo")
+        os.write(log.fd, b"rted\n")
+        log.close()
+
+        written = (tmp_path / "service.log").read_text()
+        first, second = map(json.loads, written.splitlines())
+        assert (first["process"], first["event"], first["fields"]) == ("keeper", "ready", {"port": "1"})
+        assert second == {"text": "Fatal Python error: Aborted"}
+        assert os.read(reader, 1000).decode() == written

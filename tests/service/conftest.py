@@ -69,6 +69,7 @@ def service(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         *("--set", "service.stream_heartbeat_s=0.2"),
         *("--set", 'models.tiny-a.aliases=["little"]'),
         *("--set", "models.tiny-c.context=64"),
+        *("--set", "log.format=json"),
     )
     with serving(data_dir, *SMALL, "--memory", "2GiB", "--host-memory", "1GiB", *settings) as service:
         yield service

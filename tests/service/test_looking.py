@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -112,11 +113,14 @@ def test_a_request_is_found_by_the_id_that_its_client_sent(service: Service) -> 
 
 
 def test_what_a_worker_logs_is_on_standard_error_and_in_the_log_once_each(service: Service) -> None:
+    """The service logs JSON: each line of each process is an object."""
     complete(service, "tiny-b")
     for text in (service.output(), (service.data_dir / "logs" / "service.log").read_text()):
-        lines = [line for line in text.splitlines() if " w0 " in line]
-        assert any("model_loaded model=tiny-b" in line for line in lines), text[-2000:]
-        assert len(lines) == len(set(lines))
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert any(line.get("event") == "serving" and "process" not in line for line in lines)
+        told = [f"{line['time']} {line['text']}" for line in lines if line.get("process") == "w0"]
+        assert any("model_loaded model=tiny-b" in line for line in told), text[-2000:]
+        assert len(told) == len(set(told))
 
 
 def test_metrics_count_what_was_asked_and_answered(service: Service) -> None:

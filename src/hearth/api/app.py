@@ -16,6 +16,7 @@ from hearth.api.cors import AllowedOrigins
 from hearth.api.errors import ErrorBody, error_responses, on_hearth_error, on_http_error, on_invalid_body
 from hearth.api.exchange import Exchanges
 from hearth.api.guard import Guard
+from hearth.api.keys import key_routes
 from hearth.api.ollama.routes import ollama_routes
 from hearth.api.openai.adapters import adapter_routes
 from hearth.api.openai.routes import openai_routes
@@ -64,6 +65,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         ollama_routes(gateway, answers, limits.stream_heartbeat_s),
         tokenize_routes(gateway, answers),
         model_routes(gateway, limits.stream_heartbeat_s),
+        key_routes(gateway),
         node_routes(gateway),
         service_routes(gateway),
     ):

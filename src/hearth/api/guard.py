@@ -35,6 +35,7 @@ OPEN_PATHS = frozenset(["/", "/health", "/livez", "/readyz", "/version"])
 #: Paths that show the whole service, including the load of other callers.
 NODES_PATH = "/hearth/nodes"  #: changes are for admins
 MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps", NODES_PATH])
+KEYS_PATH = "/hearth/keys"  #: for admins alone
 MODELS_PATH = "/hearth/models"  #: listed for all; changes are for admins
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 CREATE_PATH = "/api/create"
@@ -208,6 +209,8 @@ def _needed_role(scope: Scope) -> Role:
     if scope["path"].startswith((MODELS_PATH, NODES_PATH)) and scope["method"] not in ("GET", "HEAD"):
         return "admin"
     if scope["path"] in (LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, CREATE_PATH, COPY_PATH, DELETE_PATH):
+        return "admin"
+    if scope["path"].startswith(KEYS_PATH):
         return "admin"
     return "monitor" if scope["path"] in MONITOR_PATHS else "user"
 

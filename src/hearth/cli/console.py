@@ -22,8 +22,7 @@ from hearth.cli.environment import API_KEY, CONFIG, DATA_DIR, read_environment, 
 from hearth.cli.help import HELP_FLAGS
 from hearth.core.config import HearthConfig, keys_in, load
 from hearth.core.errors import ConfigError, ModelError, UnknownModel
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+from hearth.core.log_format import LOG_FORMAT, formatter_of
 
 app = typer.Typer(
     help="Serve many large language models on few GPUs.",
@@ -195,7 +194,9 @@ def configured(
 
 
 def log_to_terminal(config: HearthConfig) -> None:
-    logging.basicConfig(level=config.log.level.upper(), format=LOG_FORMAT)
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter_of(config.log.format))
+    logging.basicConfig(level=config.log.level.upper(), handlers=[handler])
 
 
 def log_beside_answer(config: HearthConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +18,7 @@ from hearth.cli.figures import count, duration
 from hearth.cli.tab_completion import complete_group, complete_key
 from hearth.control.datadir import DataDir, running_service
 from hearth.control.keys import keys
-from hearth.control.keys.key_usage import KeyUse, UsageRecord, read_usage
-from hearth.control.keys.keys import KeyInfo
+from hearth.control.keys.key_usage import KeyView, UsageRecord, read_usage, view_of
 from hearth.control.requests.caller import SERVICE_CLASSES, KeyTerms, Role
 from hearth.core.errors import ConfigError, DataDirError, HearthError
 
@@ -167,13 +166,13 @@ def list_keys(
     Keys of one GROUP share cached prompts. RPM and TPM are requests and tokens per minute. REQUESTS and
     TOKENS are totals since the key was created; a running service updates them every few seconds.
     """
-    known = keys.list_keys(_path(file, data_dir))
     usage = _usage(data_dir)
+    known = [view_of(key, usage) for key in keys.list_keys(_path(file, data_dir))]
     if as_json:
-        typer.echo(msgspec.json.encode([_as_json(key, usage) for key in known]))
+        typer.echo(msgspec.json.encode(known))
         return
     header = ["NAME", "ROLE", "GROUP", "CLASS", "RPM", "TPM", "CONCURRENT", "MODELS"]
-    print_columns([*header, "REQUESTS", "TOKENS", "USED", "CREATED"], [_row(key, usage) for key in known])
+    print_columns([*header, "REQUESTS", "TOKENS", "USED", "CREATED"], [_row(key) for key in known])
     if usage.keys and any(key.created_at_s < usage.since_s for key in known):
         since = f"requests and tokens are counted since {duration(time.time() - usage.since_s)} ago"
         err.print(Text(since, style="dim"), soft_wrap=True)
@@ -273,35 +272,20 @@ def _usage(data_dir: Path) -> UsageRecord:
         return UsageRecord()
 
 
-def _row(key: KeyInfo, usage: UsageRecord) -> list[str]:
-    limits, use, now_s = key.terms.limits, usage.keys.get(key.key_id, KeyUse()), time.time()
-    limited = (limits.requests_per_min, limits.tokens_per_min, limits.concurrent)
+def _row(key: KeyView) -> list[str]:
+    now_s, limited = time.time(), (key.requests_per_min, key.tokens_per_min, key.concurrent)
     return [
         key.name,
         key.role,
         key.group or "-",
-        key.terms.service_class,
+        key.service_class,
         *("-" if limit is None else str(limit) for limit in limited),
-        ",".join(key.terms.models or ["all"]),
-        str(use.num_requests),
-        count(use.prompt_tokens + use.output_tokens),
-        "never" if use.last_used_at_s is None else f"{duration(now_s - use.last_used_at_s)} ago",
+        ",".join(key.models or ["all"]),
+        str(key.num_requests),
+        count(key.prompt_tokens + key.output_tokens),
+        "never" if key.last_used_at_s is None else f"{duration(now_s - key.last_used_at_s)} ago",
         f"{duration(now_s - key.created_at_s)} ago",
     ]
-
-
-def _as_json(key: KeyInfo, usage: UsageRecord) -> dict[str, object]:
-    return {
-        "name": key.name,
-        "role": key.role,
-        "created_at_s": key.created_at_s,
-        "group": key.group,
-        **asdict(key.terms.limits),
-        "models": key.terms.models,
-        "service_class": key.terms.service_class,
-        **asdict(usage.keys.get(key.key_id, KeyUse())),
-        "counted_since_s": max(usage.since_s, key.created_at_s) if usage.keys else None,
-    }
 
 
 def _path(file: Path | None, data_dir: Path) -> Path:

@@ -29,7 +29,7 @@ def run_node(
     check_host_memory(config.store, devices)
     with (
         DataDir.hold(path) as data_dir,
-        log_file(data_dir.log_path),
+        log_file(data_dir.log_path, config.log.format),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         raise_open_files()

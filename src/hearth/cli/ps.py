@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import time
 from collections import deque
@@ -33,6 +32,7 @@ from hearth.control.datadir import DataDir
 from hearth.control.observe.log_rotation import rotated_path
 from hearth.control.observe.views import PoolView, ProcessView, ResidentAdapterView, ResidentView, UnloadView
 from hearth.core.errors import DataDirError
+from hearth.core.log_format import json_line
 from hearth.core.types import LOCAL
 
 #: The time between two views of `hearth ps --watch`.
@@ -120,7 +120,8 @@ def logs(
     """Print the log of the service on this machine.
 
     It includes the logs of workers. Prompts and answers are never logged. With --json a line becomes an
-    object with time, level, logger, event, fields and text; a line of a traceback has text alone.
+    object with time, level, logger, event, fields and text; a line of a traceback has text alone. With the
+    setting log.format="json" the service writes these objects itself.
 
     [bold]Examples[/bold]
 
@@ -137,7 +138,8 @@ def logs(
     if follow and not as_json:
         os.execvp("tail", tail)
     for line in _followed(tail) if follow else _last_lines(path, num_lines):
-        typer.echo(msgspec.json.encode(_parsed(line)) if as_json else line.removesuffix("\n"))
+        text = line.removesuffix("\n")
+        typer.echo(json_line(text) if as_json else text)
 
 
 def _followed(tail: list[str]) -> Iterator[str]:
@@ -152,23 +154,6 @@ def _last_lines(path: Path, num_lines: int) -> Iterator[str]:
         with suppress(FileNotFoundError), part.open(encoding="utf-8", errors="replace") as lines:
             last.extend(lines)
     yield from last
-
-
-#: A line as `console.LOG_FORMAT` writes it, and a field of its message.
-_LINE = re.compile(
-    r"(?P<time>\S+ \S+) (?P<level>[A-Z]+) (?P<logger>[\w.]+) (?P<event>[\w.]+)(?P<fields>( .*)?)"
-)
-_FIELD = re.compile(r"(\w+)=(?:`([^`]*)`|(\S*))")
-
-
-def _parsed(line: str) -> dict[str, object] | msgspec.Raw:
-    line = line.removesuffix("\n")
-    if line.startswith("{"):  # the access log is JSON if `service.access_log` says so
-        return msgspec.Raw(line.encode())
-    if (match := _LINE.fullmatch(line)) is None:
-        return {"text": line}
-    fields = {name: quoted or plain for name, quoted, plain in _FIELD.findall(match["fields"])}
-    return {**match.groupdict(), "fields": fields, "text": line}
 
 
 def _fate(view: UnloadView) -> str:

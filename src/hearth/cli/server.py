@@ -16,12 +16,12 @@ from pathlib import Path
 import uvloop
 
 from hearth.api.connections import MAX_STRANGERS
-from hearth.cli.console import LOG_FORMAT
 from hearth.control.datadir import DataDir, ServiceFile
 from hearth.control.gateway import Gateway
 from hearth.control.service import keys_of, running
 from hearth.core.config import HearthConfig, ServiceConfig, address_of
 from hearth.core.errors import ConfigError
+from hearth.core.log_format import LogFormat, formatter_of
 from hearth.node.devices import Devices, check_host_memory, resolve
 from hearth.node.process_log import STDERR, is_open_as
 from hearth.node.template_process import TemplateProcess
@@ -51,7 +51,7 @@ def run_service(
     with (
         DataDir.hold(service.data_dir) as data_dir,
         _listening(service) as listener,
-        log_file(data_dir.log_path),
+        log_file(data_dir.log_path, config.log.format),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         keys_of(service, data_dir)  # raises before anything is started
@@ -154,12 +154,12 @@ def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def log_file(path: Path) -> Iterator[None]:
+def log_file(path: Path, log_format: LogFormat) -> Iterator[None]:
     if is_open_as(path, STDERR):
         yield
         return
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(formatter_of(log_format))
     logging.getLogger().addHandler(handler)
     try:
         yield

@@ -27,7 +27,9 @@ async def run_agent(
 
     Raises HearthError: the head has refused this node, or no worker can run.
     """
-    process_log = ProcessLog(data_dir.log_path, to_stderr=logs_to_stderr())
+    process_log = ProcessLog(
+        data_dir.log_path, to_stderr=logs_to_stderr(), is_json=config.log.format == "json"
+    )
     rotation = LogRotation(data_dir.log_path)
     try:
         workers = WorkerTemplate(process_log.fd, config.service.start_s, lambda: None, template)

@@ -125,7 +125,9 @@ async def running(
         encoder = PromptEncoder(service.template_s)
         stack.callback(encoder.close)
         receiver = LinkReceiver(catalog, driver, decoder, lambda node: nodes.labels_of(node))
-        process_log = ProcessLog(data_dir.log_path, to_stderr=logs_to_stderr())
+        process_log = ProcessLog(
+            data_dir.log_path, to_stderr=logs_to_stderr(), is_json=config.log.format == "json"
+        )
         stack.callback(process_log.close)
         stack.push_async_callback(LogRotation(data_dir.log_path).close)
         idle = IdleCollection(lambda: not driver.requests.by_id)

@@ -21,6 +21,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hearth.core.errors import ConfigError
+from hearth.core.log_format import LogFormat
 from hearth.core.sizes import WantedLimits
 
 T = TypeVar("T")
@@ -105,9 +106,10 @@ class StoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """How much is logged."""
+    """The log of the service, on standard error and in logs/service.log."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"  #: minimum level to log
+    format: LogFormat = "text"  #: json: an object per line
 
     def __post_init__(self) -> None:
         _check_section(self, "log")

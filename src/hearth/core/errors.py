@@ -22,6 +22,7 @@
     │   ├── UnknownModel      no model has that name
     │   ├── UnknownRequest    no request has that id, or it was forgotten
     │   ├── UnknownResponse   no response has that id, or it has expired
+    │   ├── UnknownKey        no API key has that name
     │   ├── NameTaken         the name is in use, or is being deployed
     │   ├── HasAdapters       adapters depend on the model
     │   ├── Unauthorized      the API key is missing or wrong
@@ -157,6 +158,10 @@ class UnknownRequest(RequestError):
 
 class UnknownResponse(RequestError):
     http_status, label = 404, "response_not_found"
+
+
+class UnknownKey(RequestError):
+    http_status, label = 404, "key_not_found"
 
 
 class NameTaken(RequestError):

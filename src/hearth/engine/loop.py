@@ -49,8 +49,17 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Change:
+    change: Callable[[Engine], None]
+    done: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
+
+
+_Command = _Add | _Cancel | _Change | _Stop
 
 
 class StepLoop:
@@ -58,7 +67,7 @@ class StepLoop:
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         """Run `build` on the step thread, which then owns the engine; its exceptions are raised here."""
-        self._inbox: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
+        self._inbox: SimpleQueue[_Command] = SimpleQueue()
         self._outboxes: dict[RequestId, Outbox] = {}
         #: Orders `add` and `close`: no command is posted behind the stop.
         self._gate = threading.Lock()
@@ -84,6 +93,15 @@ class StepLoop:
     def cancel(self, request_id: RequestId) -> None:
         """End a request. Outputs already in its outbox stay, and no terminal one follows."""
         self._inbox.put(_Cancel(request_id))
+
+    def change(self, change: Callable[[Engine], None]) -> None:
+        """Run `change` on the step thread, between steps. Its exceptions are raised here."""
+        done: Future[None] = Future()
+        with self._gate:
+            if self._is_closed:
+                raise _closed()
+            self._inbox.put(_Change(change, done))
+        done.result()
 
     def close(self) -> None:
         """Stop after the current step and wait for the thread. Live requests fail."""
@@ -134,11 +152,18 @@ class StepLoop:
                 case _Cancel(request_id):
                     self._outboxes.pop(request_id, None)
                     engine.cancel(request_id)
+                case _Change(change, done):
+                    try:
+                        change(engine)
+                    except Exception as error:
+                        done.set_exception(error)
+                    else:
+                        done.set_result(None)
                 case _Stop():
                     return False
         return True
 
-    def _next_command(self, engine: Engine) -> _Add | _Cancel | _Stop:
+    def _next_command(self, engine: Engine) -> _Command:
         if not engine.batcher.is_settled:
             # Readers of the last outputs get the interpreter first, while this thread waits.
             with suppress(Empty):
@@ -164,6 +189,8 @@ class StepLoop:
         while not isinstance(command := self._inbox.get(), _Stop):
             if isinstance(command, _Add):
                 _refuse(command.requests, command.outbox, cause)
+            elif isinstance(command, _Change):
+                command.done.set_exception(cause)
 
 
 def _refuse(requests: Sequence[EngineRequest], outbox: Outbox, cause: BaseException) -> None:

@@ -14,6 +14,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from hearth.core.log_format import json_line
+
 #: What is read at once. A pipe that can be written to takes `select.PIPE_BUF` bytes without waiting.
 _READ_BYTES = 64 << 10
 #: How long standard error may take nothing before lines are left out of it; they are in the file.
@@ -26,8 +28,12 @@ STDERR = 2
 class ProcessLog:
     """The pipe that processes log to, and its reader. `fd` is for their standard error."""
 
-    def __init__(self, path: Path, *, to_stderr: bool, stderr: int = STDERR) -> None:
-        """`path`: the log file, appended to. `to_stderr`: also write to `stderr`, unless that is the file."""
+    def __init__(self, path: Path, *, to_stderr: bool, stderr: int = STDERR, is_json: bool = False) -> None:
+        """`path`: the log file, appended to. `to_stderr`: also write to `stderr`, unless that is the file.
+
+        `is_json`: write an object per line.
+        """
+        self._is_json = is_json
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._stderr = stderr if to_stderr and not is_open_as(path, stderr) else None
         self._path = path
@@ -54,7 +60,7 @@ class ProcessLog:
 
     def _copy_all(self) -> None:
         num_left_out = 0  # since standard error has taken something
-        while text := os.read(self._reader, _READ_BYTES):
+        while text := self._read():
             try:
                 _write(self._file, text)
                 self._file_fault = None
@@ -67,11 +73,22 @@ class ProcessLog:
                 self._num_left_out += text.count(b"\n")
                 continue
             if num_left_out:
-                text = b"log_lines_left_out lines=%d reason=`no room`\n" % num_left_out + text
+                left_out = f"log_lines_left_out lines={num_left_out} reason=`no room`"
+                text = f"{json_line(left_out) if self._is_json else left_out}\n".encode() + text
             num_left_out = self._tell(self._stderr, text)
             self._num_left_out += num_left_out
         os.close(self._reader)
         os.close(self._file)
+
+    def _read(self) -> bytes:
+        """Return what was written since, of JSON whole lines; nothing: all processes have ended."""
+        text = os.read(self._reader, _READ_BYTES)
+        if not self._is_json:
+            return text
+        while text and not text.endswith(b"\n") and (more := os.read(self._reader, _READ_BYTES)):
+            text += more
+        lines = text.decode(errors="replace").splitlines()
+        return "".join(f"{json_line(line)}\n" for line in lines).encode()
 
     def _tell(self, stderr: int, text: bytes) -> int:
         for begin in range(0, len(text), select.PIPE_BUF):

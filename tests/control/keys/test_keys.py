@@ -11,7 +11,7 @@ import pytest
 from hearth.control.keys import keys
 from hearth.control.keys.keys import ApiKeys
 from hearth.control.requests.caller import KeyTerms
-from hearth.core.errors import ConfigError
+from hearth.core.errors import ConfigError, NameTaken, RequestError, UnknownKey
 from hearth.policy.limits.key_limiter import KeyLimits
 
 
@@ -72,7 +72,7 @@ def test_a_running_service_learns_of_new_and_removed_keys_at_once(path: Path) ->
 
 def test_a_name_has_one_key(path: Path) -> None:
     key = keys.add(path, "ada", "user")
-    with pytest.raises(ConfigError, match="holds a key named `ada` already; choose another name, or remove"):
+    with pytest.raises(NameTaken, match="holds a key named `ada` already; choose another name, or remove"):
         keys.add(path, "ada", "admin")
     assert ApiKeys.load(path).check(key) is not None
 
@@ -113,20 +113,20 @@ def test_keys_of_a_file_without_groups_each_are_their_own(path: Path) -> None:
 
 @pytest.mark.parametrize("group", ["", " ", "a b", "-a", "a\n", "x" * 65])
 def test_a_group_is_named_like_a_key(path: Path, group: str) -> None:
-    with pytest.raises(ConfigError, match="the name of a group is 1 to 64 letters"):
+    with pytest.raises(RequestError, match="the name of a group is 1 to 64 letters"):
         keys.add(path, "ada", "user", group)
     assert not path.exists()
 
 
 def test_removing_an_unknown_key_names_those_that_are_there(path: Path) -> None:
     keys.add(path, "ada", "user")
-    with pytest.raises(ConfigError, match="holds no key named 'bob'; it holds: ada"):
+    with pytest.raises(UnknownKey, match="holds no key named 'bob'; it holds: ada"):
         keys.remove(path, "bob")
 
 
 @pytest.mark.parametrize("name", ["", " ", "a b", "-a", "a\n", "x" * 65])
 def test_a_name_that_would_confuse_a_log_is_refused(path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="the name of a key is 1 to 64 letters"):
+    with pytest.raises(RequestError, match="the name of a key is 1 to 64 letters"):
         keys.add(path, name, "user")
 
 

@@ -22,7 +22,7 @@ class KeyAdmissions:
     """Mutable; used on the event loop alone."""
 
     def __init__(self, usage: KeyUsage, metrics: Metrics, now_s: Callable[[], float]) -> None:
-        self._usage, self._metrics, self._now_s = usage, metrics, now_s
+        self.usage, self._metrics, self._now_s = usage, metrics, now_s
         self._limiter: KeyLimiter[KeyId] = KeyLimiter()
 
     def admit(self, caller: Caller) -> KeyAdmission:
@@ -52,10 +52,10 @@ class KeyAdmissions:
     def end(self, caller: Caller, ticket: Ticket, prompt_tokens: int, output_tokens: int) -> None:
         if ticket.is_open:
             self._limiter.end(ticket, prompt_tokens + output_tokens, self._now_s())
-            self._usage.count(caller, prompt_tokens, output_tokens)
+            self.usage.count(caller, prompt_tokens, output_tokens)
 
     def _refused(self, caller: Caller, refusal: LimitRefusal) -> RateLimited:
-        self._metrics.key_refusals.labels(self._usage.label(caller), refusal.kind).inc()
+        self._metrics.key_refusals.labels(self.usage.label(caller), refusal.kind).inc()
         name, limit, used, wanted = caller.name, refusal.limit, refusal.used, refusal.wanted
         match refusal.kind:
             case LimitKind.CONCURRENT:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from hearth.control.keys.keys import KeyInfo
 from hearth.control.observe.metrics import Metrics
-from hearth.control.requests.caller import Caller, KeyId
+from hearth.control.requests.caller import Caller, KeyId, Role, ServiceClass
 from hearth.core.atomic_file import write_file
 from hearth.core.errors import ConfigError
 
@@ -44,6 +45,46 @@ class UsageRecord:
     keys: dict[KeyId, KeyUse] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class KeyView:
+    """A key, its limits and its usage, as they are shown."""
+
+    name: str
+    role: Role
+    group: str | None
+    created_at_s: float
+    requests_per_min: int | None
+    tokens_per_min: int | None
+    concurrent: int | None
+    models: tuple[str, ...] | None
+    service_class: ServiceClass
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+    last_used_at_s: float | None
+    counted_since_s: float | None  #: None: nothing is counted yet
+
+
+def view_of(key: KeyInfo, usage: UsageRecord) -> KeyView:
+    limits, use = key.terms.limits, usage.keys.get(key.key_id, KeyUse())
+    return KeyView(
+        name=key.name,
+        role=key.role,
+        group=key.group,
+        created_at_s=key.created_at_s,
+        requests_per_min=limits.requests_per_min,
+        tokens_per_min=limits.tokens_per_min,
+        concurrent=limits.concurrent,
+        models=key.terms.models,
+        service_class=key.terms.service_class,
+        num_requests=use.num_requests,
+        prompt_tokens=use.prompt_tokens,
+        output_tokens=use.output_tokens,
+        last_used_at_s=use.last_used_at_s,
+        counted_since_s=max(usage.since_s, key.created_at_s) if usage.keys else None,
+    )
+
+
 def read_usage(path: Path) -> UsageRecord:
     """Return what a service has counted; empty if there is no file. Raises ConfigError if it is invalid."""
     try:
@@ -67,16 +108,16 @@ class KeyUsage:
         self._writing: asyncio.Task[None] | None = None
         self._fault: str | None = None  #: why the file was not written, as was logged; None: it was
         try:
-            self._record = read_usage(path)
+            self.record = read_usage(path)
         except ConfigError as error:
             log.warning("key_usage_begun_anew reason=%s", error)
             metrics.fallbacks.labels("key_usage_lost").inc()
-            self._record = UsageRecord()
+            self.record = UsageRecord()
 
     def count(self, caller: Caller, prompt_tokens: int, output_tokens: int) -> None:
         if caller.key_id is None:
             return
-        use = self._record.keys.setdefault(caller.key_id, KeyUse())
+        use = self.record.keys.setdefault(caller.key_id, KeyUse())
         use.num_requests += 1
         use.prompt_tokens += prompt_tokens
         use.output_tokens += output_tokens
@@ -119,10 +160,10 @@ class KeyUsage:
     async def _write(self) -> None:
         try:
             known = self._known_ids()
-            self._record.keys = {key: use for key, use in self._record.keys.items() if key in known}
+            self.record.keys = {key: use for key, use in self.record.keys.items() if key in known}
         except ConfigError:
             pass  # the guard has logged why: then all are kept
-        content = msgspec.json.encode(self._record)
+        content = msgspec.json.encode(self.record)
         try:
             await asyncio.to_thread(write_file, self._path, [content])
             self._fault = None

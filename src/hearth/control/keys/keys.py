@@ -22,7 +22,7 @@ import msgspec
 
 from hearth.control.requests.caller import Caller, GroupId, KeyId, KeyTerms, Role, ServiceClass
 from hearth.core.atomic_file import write_file
-from hearth.core.errors import ConfigError
+from hearth.core.errors import ConfigError, NameTaken, RequestError, UnknownKey
 from hearth.policy.limits.key_limiter import KeyLimits
 
 PREFIX = "hearth-"
@@ -88,7 +88,7 @@ class _StoredKey:
 
 
 def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyTerms | None = None) -> str:
-    """Make a key and return it; it cannot be shown again. Raises ConfigError."""
+    """Make a key and return it; it cannot be shown again. Raises RequestError and ConfigError."""
     terms = terms or KeyTerms()
     _check_terms(terms)
     _check_name("key", name)
@@ -98,7 +98,7 @@ def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyT
     with _changing(path):
         entries = _read(path)
         if any(entry.name == name for entry in entries):
-            raise ConfigError(
+            raise NameTaken(
                 f"`{path}` holds a key named `{name}` already; choose another name, or remove that one first"
             )
         entry = _StoredKey(name, role, salt.hex(), _hash(key, salt).hex(), time.time(), group)
@@ -107,7 +107,7 @@ def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyT
 
 
 def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyTerms:
-    """Change the terms of a key and return them. Raises ConfigError."""
+    """Change the terms of a key and return them. Raises RequestError and ConfigError."""
     with _changing(path):
         entries = _read(path)
         known = next((entry for entry in entries if entry.name == name), None)
@@ -128,9 +128,9 @@ def remove(path: Path, name: str) -> None:
         _write(path, others)
 
 
-def _unknown(path: Path, name: str, entries: Sequence[_StoredKey]) -> ConfigError:
+def _unknown(path: Path, name: str, entries: Sequence[_StoredKey]) -> UnknownKey:
     names = ", ".join(entry.name for entry in entries) or "none"
-    return ConfigError(f"`{path}` holds no key named {name!r:.80}; it holds: {names}")
+    return UnknownKey(f"`{path}` holds no key named {name!r:.80}; it holds: {names}")
 
 
 def is_loopback(host: str) -> bool:
@@ -197,7 +197,7 @@ class ApiKeys:
 
 def _check_name(what: str, name: str) -> None:
     if _NAME.fullmatch(name) is None:
-        raise ConfigError(
+        raise RequestError(
             f"the name of a {what} is 1 to 64 letters, digits, `@`, `.`, `_` or `-` and begins with a letter "
             f"or digit, given: {name!r:.80}"
         )
@@ -211,14 +211,14 @@ def _check_terms(terms: KeyTerms) -> None:
     }
     for what, limit in limits.items():
         if limit is not None and not 1 <= limit <= MAX_LIMIT:
-            raise ConfigError(f"{what} of a key must be from 1 to {MAX_LIMIT}, given: {limit}")
+            raise RequestError(f"{what} of a key must be from 1 to {MAX_LIMIT}, given: {limit}")
     if terms.models is not None and not 1 <= len(terms.models) <= MAX_MODELS:
-        raise ConfigError(
+        raise RequestError(
             f"a key may be limited to 1 to {MAX_MODELS} models, given: {len(terms.models)}; allow all of them"
         )
     bad = next((one for one in terms.models or () if not 1 <= len(one) <= 256 or not one.isprintable()), None)
     if bad is not None:
-        raise ConfigError(f"the name of a model has 1 to 256 characters, given: {bad!r:.80}")
+        raise RequestError(f"the name of a model has 1 to 256 characters, given: {bad!r:.80}")
 
 
 def _hash(key: str, salt: bytes) -> bytes:
@@ -242,7 +242,7 @@ def _read(path: Path) -> list[_StoredKey]:
             _check_terms(entry.terms)
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, ConfigError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, RequestError) as error:  # msgspec's errors are ValueErrors
         raise ConfigError(
             f"`{path}` cannot be read as API keys: {error}; move it away and make new ones with "
             "`hearth keys add NAME`"
