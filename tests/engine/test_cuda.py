@@ -6,6 +6,7 @@ import gc
 import random
 import time
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from hearth import LLM
 from hearth.core.config import EngineConfig
 from hearth.core.errors import LogitsNotFinite
 from hearth.core.types import Pooling, RequestId, SamplingParams
-from hearth.engine.engine import Output
+from hearth.engine.engine import Engine, Output
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graph_trial import rehearse_trial
 from hearth.engine.step_shape import GraphKey, StepPart
@@ -86,6 +87,69 @@ def test_stages_on_a_device_give_the_best_tokens(name: str) -> None:
         graphs = [runner.layers.graphs for runner in runners]
         parts = [{key.part for key in each.captured} for each in graphs if each is not None]
         assert [StepPart.TAIL in each for each in parts] == [False] * len(cuts) + [True]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3"])
+def test_a_stream_resumed_in_half_precision_is_as_near_to_float32_as_an_undisturbed_one(name: str) -> None:
+    """Another pipeline computes prompt and output again in other batches, so another token may be the best."""
+    (asked, *others), (cut, num_tokens) = prompts(name, [9, 5, 30, 17]), (25, 60)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=20, ignore_eos=True)
+    undisturbed = streamed(half_precision_stages(name), asked, params)
+    said = [output.token for output in undisturbed]
+    resumed = streamed(half_precision_stages(name), asked, params, said[:cut], others)
+
+    assert len(resumed) == num_tokens - cut
+    told = [output.token for output in resumed]
+    error, accepted = (
+        errors(name, asked, text, outputs)
+        for text, outputs in ((said[:cut] + told, resumed), (said, undisturbed))
+    )
+    assert float(error.mean()) < 1.25 * float(accepted.mean())
+    assert float(error.max()) < 1.5 * float(accepted.max())
+    for at, (own, other) in enumerate(zip(told, said[cut:], strict=True), cut):
+        if own != other:  # up to here the contexts are the same
+            exact = exact_logprobs(name, asked, said)[at]
+            assert float((exact[own] - exact[other]).abs()) < 2 * float(accepted.max()), f"token {at}"
+            break
+
+
+def half_precision_stages(name: str, device: str = "cuda") -> Engine:
+    memory = partial(elastic_memory, device=device)
+    engine, _ = pipeline_for(name, [1], 2, device=device, dtype="bfloat16", memory=memory)
+    for extent in EXTENTS:
+        engine.add_blocks(extent)
+    return engine
+
+
+def streamed(
+    engine: Engine,
+    asked: list[int],
+    params: SamplingParams,
+    said: Sequence[int] = (),
+    others: Sequence[list[int]] = (),
+) -> list[Output]:
+    """Return what a request is told that has `said` so much, beside others that begin."""
+    own = new_id()
+    engine.add(engine.request(own, asked, params, output=tuple(said)))
+    for other in others:
+        engine.add(engine.request(new_id(), other, greedy()))
+    outputs = list[Output]()
+    while engine.has_work:
+        outputs += [output for output in engine.step().outputs if output.request_id == own]
+    return outputs
+
+
+def errors(name: str, asked: list[int], text: list[int], outputs: Sequence[Output]) -> torch.Tensor:
+    """Return how far the logprobs of likely tokens are from those in float32, for the last of `text`."""
+    exact = exact_logprobs(name, asked, text)[-len(outputs) :]
+    tops = [[] if output.logprobs is None else output.logprobs.top for output in outputs]
+    ids = torch.tensor([[one.token_id for one in top] for top in tops])
+    ours = torch.tensor([[one.logprob for one in top] for top in tops])
+    return (ours - exact.gather(1, ids)).abs()
+
+
+def exact_logprobs(name: str, asked: list[int], text: list[int]) -> torch.Tensor:
+    return reference_logits(name, (*asked, *text))[len(asked) - 1 : -1].log_softmax(-1)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -49,6 +49,9 @@ class SimulatedBooks:
     def models(self) -> list[ModelId]:
         return [model for model, hosted in self._hosted.items() if hosted.is_assembled]
 
+    def returning_bytes(self) -> int:
+        return 0
+
     def later_stages(self) -> list[ModelId]:
         return []  # a pipeline is simulated with the KV that it is promised
 

@@ -61,6 +61,14 @@ class HostedBooks:
         hosted = self._hosted.items()
         return [model for model, one in hosted if one.later_stage is not None and one.later_stage.is_started]
 
+    def returning_bytes(self) -> int:
+        num_bytes = 0
+        for model in self.later_stages():
+            kv, member = self.kv_of(model), self._hosted[model].member
+            if member is not None and isinstance(member.kv, LaterKv):
+                num_bytes += member.kv.num_returning(kv.num_blocks) * kv.block_bytes
+        return num_bytes
+
     def kv_of(self, model: ModelId) -> KvView:
         served = self.served(model)
         engine, spec, blocks = served.engine, served.spec, served.engine.batcher.blocks
@@ -208,7 +216,7 @@ class Reclaimer:
 
     @property
     def is_any_returning(self) -> bool:
-        """True if memory that a model is promised will come from a stage, whose first member was asked."""
+        """True if memory may come back from a stage, whose first member was asked."""
         members = (one.member for one in self._hosted.values())
         return any(isinstance(one.kv, LaterKv) and one.kv.is_waiting for one in members if one is not None)
 

@@ -59,6 +59,7 @@ class SimulatedModel:
     elastic: Elastic = field(default_factory=lambda: Elastic(BLOCK_TOKENS))
     shared_max_blocks: int = 0  #: of the first stage of a pipeline
     is_later_stage: bool = False
+    gives_back: bool = False  #: a later stage whose first member will give back what it is asked for
 
     @property
     def promise_bytes(self) -> int:
@@ -229,6 +230,11 @@ class SimulatedPool:
 
     def later_stages(self) -> list[ModelId]:
         return [model for model, one in self.models_by_id.items() if one.is_later_stage]
+
+    def returning_bytes(self) -> int:
+        asked = {one.model: one for one in self.orders if isinstance(one, AskKvBack) and not one.is_promised}
+        given = [(self.models_by_id[model], one) for model, one in asked.items()]
+        return sum((to.num_blocks - one.num_blocks) * to.block_bytes for to, one in given if to.gives_back)
 
     def extents(self, model: ModelId) -> list[range]:
         """The last one, as with mapped pages; all of them on an arena."""

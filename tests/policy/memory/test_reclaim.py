@@ -278,6 +278,21 @@ def test_a_later_stage_is_asked_for_what_it_was_lent_when_all_else_is_used_up(is
     assert idle.there_bytes == 0
 
 
+@pytest.mark.parametrize("gives_back", [True, False])
+def test_promised_kv_waits_for_what_stages_do_not_use_before_requests_are_preempted(gives_back: bool) -> None:
+    grower, lent, stage = hosted(floor_blocks=4), hosted(num_blocks=8, running=(8,)), later_stage(9)
+    grower.num_waiting, stage.gives_back = 1, gives_back
+    pool = pool_of(a=grower, b=lent, c=stage)
+
+    pool.before_step(A, num_wanted=4)
+
+    asked = [order for order in pool.orders if isinstance(order, AskKvBack)]
+    assert (asked[0].model, asked[0].num_blocks, asked[0].is_promised) == (C, 5, False)
+    is_preempted = any(isinstance(order, ClearKv) and order.may_preempt for order in pool.orders)
+    assert is_preempted is not gives_back
+    assert pool.policy.is_short is gives_back, "it waits for its promise"
+
+
 def test_the_first_stage_gives_back_exactly_what_another_needs() -> None:
     first = hosted(num_blocks=12, running=(3, 3), num_cached=4)
     pool = pool_of(a=first)

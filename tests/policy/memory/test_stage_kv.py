@@ -195,6 +195,19 @@ def test_a_member_asks_for_promised_memory_at_once_although_it_was_refused_other
     assert later.is_waiting
 
 
+def test_unused_blocks_are_expected_until_the_first_member_refuses_them() -> None:
+    later = LaterKv(FLOOR)
+    later.wanted(20)
+    assert later.num_returning(20) == 0
+    assert later.need(15, 0.0, is_promised=False)
+    assert later.num_returning(20) == 5
+    later.kept(18, 0.1)
+    assert not later.need(15, 0.2, is_promised=False)
+    assert later.num_returning(18) == 0
+    assert later.need(15, 0.2, is_promised=True)
+    assert later.num_returning(18) == 0, "requests have to be preempted for them"
+
+
 def test_what_is_given_back_while_a_question_is_open_is_not_retaken() -> None:
     first = FirstKv(FLOOR)
     assert first.ask(10, 0.0)

@@ -5,7 +5,9 @@
     models in an arena, pinned adapters, sampler tables
 
 Each is touched only when all before it is used up. A later stage of a pipeline uses the blocks that the first
-one does, so that one is asked for them when all else is used up, and they come later.
+one does, so that one is asked for them, and they come later. It is asked for unused ones behind the weights:
+a step that is promised KV waits for these before any request is preempted. It is asked for used ones when all
+else is used up.
 """
 
 from __future__ import annotations
@@ -56,6 +58,9 @@ class ModelBooks(Protocol):
 
     def later_stages(self) -> Collection[ModelId]:
         """Return the hosted stages whose KV follows that of the first stage, on another worker."""
+
+    def returning_bytes(self) -> int:
+        """Return the KV that first stages were asked for and have not refused, if none need be preempted."""
 
     def kv_of(self, model: ModelId) -> KvView: ...
 

@@ -82,8 +82,14 @@ class LaterKv:
 
     @property
     def is_waiting(self) -> bool:
-        """True if memory that another model is promised is about to come back."""
-        return self._needed_blocks is not None and self._is_promised
+        """True if memory that another model needs may be about to come back."""
+        return self._needed_blocks is not None
+
+    def num_returning(self, num_blocks: int) -> int:
+        """Return how many of `num_blocks` should come back without a preempted request."""
+        if self._needed_blocks is None or self._is_promised:
+            return 0
+        return max(0, num_blocks - self._needed_blocks)
 
     def wanted(self, num_blocks: int) -> int:
         """Return how many blocks to have in all, now that the first member wants `num_blocks`."""
