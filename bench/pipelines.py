@@ -153,7 +153,7 @@ def _part(layers: range | None) -> tuple[ModelSpec, Weights]:
 def _two_stages(*, is_shared: bool) -> Iterator[Engine]:
     part = _part(range(CUT))
     with _last_stage(part[0].limits.max_batch_tokens, is_shared=is_shared) as (outlet, results):
-        links = StageLinks("bench", NUM_FLIGHTS, outlet, results, ARRIVED.set)
+        links = StageLinks("bench", range(NUM_FLIGHTS), outlet, results, ARRIVED.set)
         yield assemble(*part, CONFIG, CPU, later=links)
         links.close()
 
@@ -235,7 +235,7 @@ def _hops_us(num_rows: int, *, is_shared: bool) -> list[float]:
     hidden, hops = torch.randn(num_rows, SHAPE.arch.hidden_size), list[float]()
     decode = DecodeRows([RequestId("r")] * num_rows, range(num_rows), [0] * num_rows)
     with _last_stage(num_rows, is_shared=is_shared, is_hop=True) as (outlet, results):
-        links = StageLinks("bench", 1, outlet, results)
+        links = StageLinks("bench", [0], outlet, results)
         for number in range(HOPS):
             plan = StepPlan(number, (), TableWrites(), decode, ())
             began_s = time.perf_counter()

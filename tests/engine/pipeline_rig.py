@@ -40,6 +40,7 @@ class LocalStages:
     pipeline = "p0"
 
     def __init__(self, runners: Sequence[Runner], num_flights: int) -> None:
+        self.devices: Sequence[int] = ()
         self.num_flights = self.max_flights = num_flights
         self.runners = runners
         self._places = [_Place(runner) for runner in runners]

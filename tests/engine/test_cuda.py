@@ -91,7 +91,7 @@ def test_stages_on_a_device_give_the_best_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3"])
 def test_a_stream_resumed_in_half_precision_is_as_near_to_float32_as_an_undisturbed_one(name: str) -> None:
-    """Another pipeline computes prompt and output again in other batches, so another token may be the best."""
+    """Another pipeline computes prompt and output again in other batches; another token may be the best."""
     (asked, *others), (cut, num_tokens) = prompts(name, [9, 5, 30, 17]), (25, 60)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=20, ignore_eos=True)
     undisturbed = streamed(half_precision_stages(name), asked, params)

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, Queue, SimpleQueue
+from queue import Empty, Queue
 from typing import TypeVar
 
 import torch
@@ -47,6 +47,7 @@ from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.lease_client import LeaseClient
 from hearth.store.transfer.lease_server import LeaseServer
 from hearth.store.transfer.transfer import Loader
+from hearth.system.spin import SpinningQueue
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
@@ -250,7 +251,7 @@ def working_beside(
     """A worker that borrows from whoever lends at a socket, otherwise as `working_in_process`."""
     device = device or torch.device("cpu")
     with closing(LeaseClient(server, is_pinned=device.type == "cuda")) as lease_client:
-        gateway = LoopGateway(SimpleQueue(), Queue(max_facts), limits_of(config))
+        gateway = LoopGateway(SpinningQueue(), Queue(max_facts), limits_of(config))
 
         def kept_pool(eviction_terms: EvictionTermsOf) -> Pool:
             gateway.pool = new_pool(eviction_terms)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from queue import Queue, SimpleQueue
+from queue import Queue
 
 import pytest
 
 from hearth.core.messages import Pong, StepDone
 from hearth.core.types import ModelId
+from hearth.system.spin import SpinningQueue
 from tests.worker.harness import CONFIG, limits_of
 from tests.worker.in_process import LoopGateway
 
 
 @pytest.fixture
 def gateway() -> LoopGateway:
-    return LoopGateway(SimpleQueue(), Queue(), limits_of(CONFIG))
+    return LoopGateway(SpinningQueue(), Queue(), limits_of(CONFIG))
 
 
 def test_a_worker_that_tells_of_all_but_the_end_is_not_heard_for_ever(gateway: LoopGateway) -> None:

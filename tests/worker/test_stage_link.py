@@ -63,7 +63,7 @@ def stages(request: pytest.FixtureRequest) -> Iterator[TwoStages]:
         for memory in (own, own if request.param else other)
     )
     (out, into), (results, back) = socket.socketpair(), socket.socketpair()
-    links = StageLinks("p0", 2, StageOutlet(out, near, "p0"), results)
+    links = StageLinks("p0", [0, 1], StageOutlet(out, near, "p0"), results)
     inlet, stage = (
         StageInlet(into, far, "p0"),
         LaterStage(runner, None, BlockMap(book)),
@@ -133,7 +133,7 @@ def test_answers_about_adapters_come_beside_results() -> None:
     told: SimpleQueue[AdapterAnswer] = SimpleQueue()
     (near, far), (out, into) = socket.socketpair(), socket.socketpair()
     outlet = StageOutlet(out, HiddenPlaces(torch.empty(1, 4, 8), is_shared=True), "p0")
-    links = StageLinks("p0", 1, outlet, near, told=told.put)
+    links = StageLinks("p0", [0], outlet, near, told=told.put)
     answers = StageAdapterReady("p0", 7), StageAdapterFailed("p0", 8, "device", "no room")
     for answer in (StageAdapterReady("p9", 7), *answers):
         send_result(far, answer)
@@ -237,7 +237,7 @@ def test_a_message_between_the_two_frames_of_a_step_does_not_repeat_it() -> None
 def test_a_repeated_result_is_dropped() -> None:
     (near, far), (out, into) = socket.socketpair(), socket.socketpair()
     outlet = StageOutlet(out, HiddenPlaces(torch.empty(1, 4, 8), is_shared=True), "p0")
-    links = StageLinks("p0", 1, outlet, near)
+    links = StageLinks("p0", [0], outlet, near)
     for number in (0, 0, 1, 0, 1, 3):
         send_result(far, StageResult("p0", number, StepResult([number], None, [])))
     found = [links.result(waits=True) for _ in range(3)]

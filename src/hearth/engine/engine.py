@@ -274,7 +274,8 @@ class Engine:
         """
         self._measure()
         flights, is_ahead = self._flights, self._ahead is not None
-        self.batcher.num_flights = self.runner.num_flights
+        if not is_ahead:
+            self.batcher.num_flights = self.runner.num_flights
         launched = self._launch_next()
         is_full = launched is None or is_ahead or len(flights) == self.batcher.max_in_flight
         previous = flights.popleft() if flights and is_full and flights[0].pending.may_wait else None
@@ -393,6 +394,7 @@ class Engine:
             plan, seconds = taken_in.plan, taken_in.timer.seconds()
             self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
             self.samples.add(plan, seconds)
+            self.runner.measured(plan, seconds)
 
     def close(self) -> None:
         """Wait for the device, so that memory can be freed. No other call may follow."""

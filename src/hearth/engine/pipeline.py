@@ -61,7 +61,8 @@ class LaterStages(NextStage, Protocol):
     """All stages but the first, as the first one sees them."""
 
     pipeline: str
-    num_flights: int  #: steps that are at least on their way at the same time: one for each stage
+    devices: Sequence[int]  #: of all stages, by number; empty: each has its own
+    num_flights: int  #: steps that are at least on their way at the same time: one for each device
     max_flights: int  #: and at most
 
     def result(self, *, waits: bool) -> StageResult | None:
@@ -84,24 +85,31 @@ class PipelineRunner(Runner):
         self._steps: deque[PipelineStep] = deque()  #: whose results have not come, oldest first
         self._host_tokens = host_like(sampler.tokens)
         self._last_tokens = self._host_tokens.numpy()  #: by slot
-        self._clock = StageClock(layers.kv.device)
+        self._own_s: deque[float] = deque(maxlen=NUM_KEPT)  #: that this stage computed for decode steps
         self._later_s: tuple[float, ...] = ()  #: of the later stages, as their clocks tell
         self._hops_s: deque[float] = deque(maxlen=NUM_KEPT)  #: of the last decode steps that were alone
 
     @property
     def stage_times(self) -> StageTimes | None:
         stage_s = self._stage_s
-        return StageTimes(stage_s, median_low(self._hops_s)) if stage_s and self._hops_s else None
+        if not stage_s or not self._hops_s:
+            return None
+        return StageTimes(stage_s, median_low(self._hops_s), self._later.devices)
 
     @property
     def _stage_s(self) -> tuple[float, ...]:
         """The time of each stage; empty: not all are known."""
-        stage_s = (self._clock.seconds, *self._later_s)
+        own_s = median_low(self._own_s) if self._own_s else 0.0
+        stage_s = (own_s, *self._later_s)
         return stage_s if self._later_s and all(stage_s) else ()
 
     @property
     def num_flights(self) -> int:
         return choose_flights(self.stage_times, self._later.num_flights, self._later.max_flights)
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        if not plan.prompts:
+            self._own_s.append(seconds)
 
     def prepare(self, plan: StepPlan) -> None:
         before_last = self._step_ends[0]
@@ -115,11 +123,9 @@ class PipelineRunner(Runner):
         if is_cpu:  # which computes in `launch_stage`, and a device behind it
             later.announce(message)
         self._copy_tokens()
-        stop = self._clock.start(plan, is_warm=self.is_warm(plan))
         copy = self.launch_stage(plan, hidden, later.place(plan.num_tokens))
         if not is_cpu:
             later.announce(message)
-        stop(copy.end)
         later.send(message, copy)
         step = PipelineStep(self, plan, copy, began_s)
         if self._steps:

@@ -73,6 +73,9 @@ class Runner:
             return False
         return layers.has_graphs(layers.sizes.shape_of(plan))
 
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """Note how long a typical step took on this device."""
+
     # Steps.
 
     @torch.inference_mode()

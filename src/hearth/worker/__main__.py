@@ -14,7 +14,6 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NoReturn
 
 import msgspec
@@ -37,6 +36,7 @@ from hearth.system.cuda.batches import native_calls
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
 from hearth.system.native_code import remedy_for
+from hearth.system.spin import SpinningQueue
 from hearth.worker.background import FirstTokens, StepLaunches
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
@@ -147,7 +147,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         staging.touch()  # while there is time; pinning would delay the predecessor's end
     predecessor.wait()
     times.note("predecessor")
-    inbox: Inbox = SimpleQueue()
+    inbox: Inbox = SpinningQueue()
     # First: this takes the pool's memory and may wait for it, and a worker without it is not ready. The
     # gateway drops connections that stay silent.
     loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))

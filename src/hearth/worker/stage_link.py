@@ -16,13 +16,11 @@ import ssl
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedReader
 from queue import Empty, SimpleQueue
-from typing import cast
 
 import msgspec
 import torch
@@ -41,10 +39,12 @@ from hearth.engine.stage_messages import (
     encode_message,
     encode_result,
 )
+from hearth.system.spin import Spin
 
 log = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<II")
+_READ_BYTES = 1 << 16
 #: More than the hidden states of any step have.
 _MAX_HIDDEN_BYTES = 1 << 30
 
@@ -130,6 +130,36 @@ class FrameSender:
             self._ended()
 
 
+class _Incoming:
+    """Reads what comes over a connection. One thread calls it."""
+
+    def __init__(self, connection: socket.socket, spin: Spin | None) -> None:
+        """`spin`: before the thread sleeps; not where the connection has read ahead."""
+        self._connection, self._content = connection, bytearray()
+        self._spin = None if isinstance(connection, ssl.SSLSocket) else spin
+
+    def read(self, num_bytes: int) -> bytes:
+        """Return the next bytes, fewer if the end comes first."""
+        while len(self._content) < num_bytes:
+            if self._spin is not None:
+                self._spin.until_readable(self._connection.fileno())
+            part = self._connection.recv(max(num_bytes - len(self._content), _READ_BYTES))
+            if not part:
+                break
+            self._content += part
+        found = bytes(self._content[:num_bytes])
+        del self._content[:num_bytes]
+        return found
+
+    def read_into(self, memory: memoryview) -> bool:
+        """Fill `memory` with the next bytes; False: the end came first."""
+        num_read = min(len(memory), len(self._content))
+        memory[:num_read] = self.read(num_read)
+        while num_read < len(memory) and (num_more := self._connection.recv_into(memory[num_read:])):
+            num_read += num_more
+        return num_read == len(memory)
+
+
 class StageOutlet:
     """The way to the next stage: a `NextStage`. One thread calls it; any may close it."""
 
@@ -186,11 +216,13 @@ class _Announced:
 class StageInlet:
     """Where messages of the stage before arrive. One thread receives."""
 
-    def __init__(self, connection: socket.socket, places: HiddenPlaces, pipeline: str) -> None:
+    def __init__(
+        self, connection: socket.socket, places: HiddenPlaces, pipeline: str, spin: Spin | None = None
+    ) -> None:
         self._connection, self._places = connection, places
         self._pipeline = pipeline
         self.num_dropped = 0  #: messages of another pipeline, and steps that came before
-        self._incoming = cast(BufferedReader, connection.makefile("rb", buffering=1 << 16))
+        self._incoming = _Incoming(connection, spin)
         self._num_placed = 0
         self._last_step = -1  #: the highest number of a step that came
         self._announced: deque[_Announced] = deque()  #: without their hidden states, oldest first
@@ -264,7 +296,6 @@ class StageInlet:
 
     def end(self) -> None:
         """Close the descriptor as well, when no thread receives any more."""
-        self._incoming.close()
         shut(self._connection)
 
     def _read_into(self, hidden: torch.Tensor, num_bytes: int) -> bool:
@@ -273,8 +304,7 @@ class StageInlet:
             raise ServiceError(
                 f"a step of {len(hidden)} tokens came with {num_bytes} bytes: {len(content)} expected"
             )
-        num_read: int = self._incoming.readinto(content)  # all of it, unless the end has come
-        return num_read == num_bytes
+        return self._incoming.read_into(content)
 
 
 def result_frame(result: StageAnswer) -> bytes:
@@ -291,21 +321,23 @@ class StageLinks:
     def __init__(
         self,
         pipeline: str,
-        num_flights: int,
+        devices: Sequence[int],
         outlet: StageOutlet,
         results: socket.socket,
         arrived: Callable[[], None] = lambda: None,
         told: Callable[[MemberAnswer], None] = lambda answer: None,
+        spin: Spin | None = None,
     ) -> None:
-        """Another thread calls `arrived` when a result has come, and when none can come any more.
+        """`devices`: of all stages, as in `LaterStages`.
 
-        The same thread passes answers about KV and adapters to `told`.
+        Another thread calls `arrived` when a result has come, and when none can come any more. It also passes
+        answers about KV and adapters to `told`.
         """
-        assert num_flights <= outlet.num_places, f"{num_flights=} {outlet.num_places=}"
-        self.pipeline, self.num_flights = pipeline, num_flights
+        self.pipeline, self.devices, self.num_flights = pipeline, devices, len(set(devices))
         self.max_flights = outlet.num_places
         self.place, self.announce, self.send = outlet.place, outlet.announce, outlet.send
         self._outlet, self._connection, self._arrived, self._told = outlet, results, arrived, told
+        self._incoming = _Incoming(results, spin)
         self._results: SimpleQueue[StageResult | None] = SimpleQueue()
         self._is_lost = False  #: and every result was taken that had come before
         self._is_over = False
@@ -337,20 +369,19 @@ class StageLinks:
     def _receive(self) -> None:
         last_result = -1
         try:
-            with self._connection.makefile("rb", buffering=1 << 16) as incoming:
-                while len(header := incoming.read(_HEADER.size)) == _HEADER.size:
-                    body_bytes, _ = _HEADER.unpack(header)
-                    answer = decode_result(incoming.read(min(body_bytes, MAX_FRAME_BYTES)))
-                    if answer.pipeline != self.pipeline:
-                        self.num_dropped += 1
-                    elif not isinstance(answer, StageResult):
-                        self._told(answer)
-                    elif answer.number <= last_result:
-                        self.num_dropped += 1
-                    else:
-                        last_result = answer.number
-                        self._results.put(answer)
-                        self._arrived()
+            while len(header := self._incoming.read(_HEADER.size)) == _HEADER.size:
+                body_bytes, _ = _HEADER.unpack(header)
+                answer = decode_result(self._incoming.read(min(body_bytes, MAX_FRAME_BYTES)))
+                if answer.pipeline != self.pipeline:
+                    self.num_dropped += 1
+                elif not isinstance(answer, StageResult):
+                    self._told(answer)
+                elif answer.number <= last_result:
+                    self.num_dropped += 1
+                else:
+                    last_result = answer.number
+                    self._results.put(answer)
+                    self._arrived()
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("stages_lost pipeline=%s reason=%s", self.pipeline, error)
         finally:

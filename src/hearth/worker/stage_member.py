@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -24,7 +24,7 @@ import torch
 
 from hearth.core.errors import DeviceError, HearthError, StageLost
 from hearth.core.messages import HostModel
-from hearth.core.types import Member, Pipeline, Transport, transport_between
+from hearth.core.types import Member, Pipeline, Transport, node_of, transport_between
 from hearth.engine.assemble import ModelSpec
 from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.engine.pending_step import StepInFlight
@@ -40,6 +40,7 @@ from hearth.engine.stage_messages import (
 from hearth.memory import shared_device_memory
 from hearth.memory.shared_device_memory import DeviceMapping
 from hearth.policy.memory.stage_kv import FirstKv, LaterKv
+from hearth.system.spin import Spin, native_spin
 from hearth.worker.stage_connections import Arrival, SharedMemory, StageConnections, StageHello
 from hearth.worker.stage_link import (
     FrameSender,
@@ -156,6 +157,7 @@ class StageMember:
         self._is_closed = False
         #: To be freed. Written by the load, and by the step thread after it.
         self._memory: list[_PinnedMemory | DeviceMapping] = []
+        self.spin: Spin | None = None  #: before threads sleep that wait for other members
         self.lacks_device_memory = False  #: hidden states take host memory instead
         self._outlet: StageOutlet | None = None
         self._inlet: StageInlet | None = None
@@ -198,6 +200,8 @@ class StageMember:
 
         Raises StageLost if a member is not reached, or this one is closed.
         """
+        if device.type == "cuda":  # on a CPU, stages need the cores
+            self.spin = native_spin()
         try:
             return self._connect(spec, device)
         except BaseException:
@@ -205,8 +209,8 @@ class StageMember:
             raise
 
     def _connect(self, spec: ModelSpec, device: torch.device) -> StageLinks | None:
-        members, flights = self._pipeline.members, len(self._pipeline.members)
-        if not self.is_first and self._number + 1 == flights:
+        members = self._pipeline.members
+        if not self.is_first and self._number + 1 == len(members):
             connection = self._connections.connect(members[0].worker, self._hello(has_steps=False))
             self._results = self._close_later(ResultSender(connection, self._pipeline.name))
         else:
@@ -217,18 +221,21 @@ class StageMember:
             self._links = self._close_later(
                 StageLinks(
                     self._pipeline.name,
-                    flights,
+                    devices_of(members),
                     self._outlet,
                     arrival.connection,
                     # Not `self`: a cycle keeps memory.
                     arrived=partial(self._post, ResultArrived()),
                     told=partial(_post_told, self._post),
+                    spin=self.spin,
                 )
             )
             return self._links
         arrival = self._arrival(has_steps=True, sender=members[self._number - 1])
         places = self._places(arrival.shared, spec, device)
-        self._inlet = self._close_later(StageInlet(arrival.connection, places, self._pipeline.name))
+        self._inlet = self._close_later(
+            StageInlet(arrival.connection, places, self._pipeline.name, self.spin)
+        )
         threading.Thread(target=self._read, args=(self._inlet,), name="hearth-stage", daemon=True).start()
         return None
 
@@ -253,6 +260,7 @@ class StageMember:
         stage, message = self._stage, self._arrived[0]
         assert stage is not None, f"messages for a member without an engine: {self._pipeline}"
         if isinstance(message, StageStep) and not self._hidden:
+            self._engine.note_done()  # while there is time
             stage.prepare(message)
             self._is_prepared = True
         else:
@@ -415,6 +423,12 @@ class StageMember:
 
 def _post_told(post: Callable[[StageNews], None], answer: MemberAnswer) -> None:
     post(MemberTold(answer))
+
+
+def devices_of(members: Sequence[Member]) -> list[int]:
+    """Return a number for the device of each member. Workers on CPUs have cores of their own."""
+    names = [one.worker if one.gpu is None else f"{node_of(one.worker)} {one.gpu}" for one in members]
+    return [names.index(name) for name in names]
 
 
 def _like(spec: ModelSpec) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import assert_never
 
 from hearth.core.errors import ServiceError, StageLost
@@ -48,6 +48,7 @@ from hearth.engine.stage_messages import (
 )
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
 from hearth.system import garbage
+from hearth.system.spin import SpinningQueue
 from hearth.worker.adapter_load import AdapterNews
 from hearth.worker.adapters import FailedRuns, is_own
 from hearth.worker.failure import Failure, ModelBroke, blame, failure_of
@@ -93,7 +94,7 @@ class NewsOfAdapter:
 
 
 Message = Order | ModelNews | NewsOfAdapter | CheckedRequest | SnapshotWritten
-Inbox = SimpleQueue[Message]
+Inbox = SpinningQueue[Message]
 
 
 class LoopState(Enum):
@@ -355,9 +356,12 @@ class WorkerLoop:
                 if hosted.member is not None:
                     self._maker.saw_request()
                     hosted.member.take(news)
+                    self._inbox.expect_more(hosted.member.spin)
             case ResultArrived():  # that it may step again was noted with the message
-                if hosted.pending.held and hosted.member is not None:  # maybe without a step
-                    self._try(model, hosted.member.check)
+                if hosted.member is not None:
+                    self._inbox.expect_more(hosted.member.spin)
+                    if hosted.pending.held:  # maybe without a step
+                        self._try(model, hosted.member.check)
             case MemberTold(told):
                 self._take_told(hosted, told)
             case _:

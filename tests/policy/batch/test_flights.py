@@ -54,6 +54,13 @@ def test_there_is_one_more_only_while_hops_take_longer_than_a_stage() -> None:
     assert choose_flights(StageTimes((0.0019, 0.0019), 1.0), 2, 3) == 3
 
 
+def test_stages_on_one_device_take_turns() -> None:
+    times = StageTimes((0.0019, 0.0019), 2 * 55e-6, devices=(0, 0))
+    assert choose_flights(times, 1, 3) == 1
+    assert choose_flights(StageTimes((0.001, 0.001), 0.0021, devices=(0, 0)), 1, 3) == 2
+    assert choose_flights(StageTimes((0.001, 0.001, 0.002), 0.0, devices=(0, 0, 1)), 2, 4) == 2
+
+
 def test_hops_that_a_slow_stage_hides_take_no_flight() -> None:
     assert choose_flights(StageTimes((0.001, 0.005), 0.004), 2, 3) == 2
 
