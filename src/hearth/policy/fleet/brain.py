@@ -112,16 +112,19 @@ def step(fleet: Fleet, event: Event) -> list[Action]:
     actions += scale(fleet)
     for replica in fleet.notices.take():
         actions.append(SetHold(replica.model.name, replica.worker.name, replica.notified_hold))
-    return actions + set_timer(fleet)
+    if (timer := set_timer(fleet)) is not None:
+        actions.append(timer)
+    return actions
 
 
 def _serve_waiting(fleet: Fleet) -> list[Action]:
-    actions = grant_pins(fleet)
-    while fleet.queues.must_serve or fleet.queues.must_refuse:
-        if fleet.queues.must_refuse:
-            fleet.queues.must_refuse = False
+    queues = fleet.queues
+    actions = grant_pins(fleet) if fleet.refused_pins else []
+    while queues.must_serve or queues.must_refuse:
+        if queues.must_refuse:
+            queues.must_refuse = False
             actions += refuse_hopeless(fleet)
-        if fleet.queues.must_serve:
+        if queues.must_serve:
             actions += serve_queues(fleet)
         actions += grant_pins(fleet)
     return actions
@@ -237,11 +240,10 @@ def _max_queue(fleet: Fleet, event: RequestArrived) -> int:
 
 
 def _reject_beyond_queue(fleet: Fleet, event: RequestArrived) -> Reject | None:
-    queues, max_queue = fleet.queues, _max_queue(fleet, event)
-    request = queues.requests.get(event.request_id)
+    request = fleet.queues.requests.get(event.request_id)
     if request is None or request.replica is not None:
         return None
-    if queues.num_waiting + queues.num_awaiting_turn <= max_queue:
+    if fleet.queues.num_waiting + fleet.queues.num_awaiting_turn <= _max_queue(fleet, event):
         return None
     fleet.end(request)
     return _refuse_for_queue(fleet, event)

@@ -21,7 +21,7 @@ from hearth.policy.fleet.ranking import Ranking
 RETAINED, WARM, PAUSED, BUSY, PINNED = Hold
 _ABOVE_RETAINED = RETAINED + 1
 #: Workers with room that are sorted; more are found sooner by walking over a ranking.
-MAX_SORTED = 32
+MAX_SORTED = 128
 
 
 @dataclass(slots=True)
@@ -93,7 +93,9 @@ class Promises:
 
     def has_room(self, footprint: Footprint, without: Hold | None = None) -> bool:
         promise, first = self.booked(footprint.promise), _first_above(without)
-        workspace_bytes = max(promise.workspace_bytes, self.workspace_bytes_from[first])
+        workspace_bytes = self.workspace_bytes_from[first]
+        if promise.workspace_bytes > workspace_bytes:
+            workspace_bytes = promise.workspace_bytes
         return promise.own_bytes + self.own_bytes_from[first] + workspace_bytes <= self.budget_bytes
 
     @property

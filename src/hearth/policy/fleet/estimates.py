@@ -107,8 +107,9 @@ class Estimates:
 
     def load_s(self, num_bytes: int, model: Model, node: NodeId) -> float:
         """Return how long a node takes to load bytes of a model from where they are."""
-        if node == LOCAL and len(model.residency) < 2:  # the common case
-            return self.reload.load_s(num_bytes, model.residency.get(node))
+        residency = model.residency
+        if node == LOCAL and len(residency) < 2:  # the common case
+            return self.reload.load_s(num_bytes, residency.get(node))
         source = model.source_for(node)
         link = None if source is None else self.links.get(node, {}).get(source)
         peer_bytes_per_s = None if link is None else link.bytes_per_s

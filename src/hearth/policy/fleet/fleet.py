@@ -76,7 +76,8 @@ class Fleet:
     def advance(self, now_s: float) -> None:
         """Begin a step. Time never goes back; warm replicas expire."""
         self.step_number += 1
-        self.now_s = max(self.now_s, now_s)
+        if now_s > self.now_s:
+            self.now_s = now_s
         while (replica := self.expiries.pop_due(self.now_s)) is not None:
             self.reindex(replica)
         while self.resting and next(iter(self.resting.values())) <= self.now_s:
@@ -295,23 +296,24 @@ class Fleet:
             self.notices.put(replica)
         self.expiries.put(replica)
         is_usable = is_there and replica.takes_requests
-        if model.waiting and is_usable is not (worker.name in model.usable):
-            self.queues.must_serve = True
-        is_busy = is_there and bool(replica.running)
-        _enter(worker.busy, model.name, replica, is_in=is_busy)
-        _enter(model.usable, worker.name, replica, is_in=is_usable)
-        _enter(model.loading, worker.name, replica, is_in=is_usable and not replica.is_ready)
-        if is_usable and replica.has_free_slot:
-            model.with_free_slot.put(worker.name, len(replica.running))
+        if is_usable is not (worker.name in model.usable):
+            if model.waiting:
+                self.queues.must_serve = True
+            _enter(model.usable, worker.name, replica, is_in=is_usable)
+        is_loading = is_usable and not replica.is_ready
+        if is_loading or model.loading:
+            _enter(model.loading, worker.name, replica, is_in=is_loading)
+        num_running = len(replica.running)
+        if is_usable and num_running < replica.max_seqs:
+            model.with_free_slot.put(worker.name, num_running)
         else:
             model.with_free_slot.drop(worker.name)
-        if is_changed:
-            self.rank_room(worker)
-        if replica.stages:
-            for stage in replica.stages[1:]:
-                _enter(stage.worker.busy, model.name, replica, is_in=is_busy)
-                if is_changed:
-                    self.rank_room(stage.worker)
+        is_busy = is_there and num_running > 0
+        for one in replica.workers:
+            if is_busy is not (model.name in one.busy):
+                _enter(one.busy, model.name, replica, is_in=is_busy)
+            if is_changed:
+                self.rank_room(one)
         self.queues.line_up(model)
 
     def begin_drain(self, drain: Drain) -> None:
@@ -428,10 +430,21 @@ class Fleet:
         else:
             # Behind others of its model it kept no room or slot from any request, so its end frees none; what
             # does, and the end of a request's patience, is followed by a serve of its own.
-            if request.model.first_waiting is request:
+            if request.model.first_waiting is request and self._kept_room_from_any(request):
                 self.queues.must_serve = True
             self.queues.dequeue(request)
             self.queues.line_up(request.model)
+
+    def _kept_room_from_any(self, request: Request) -> bool:
+        """False if a request waited for room behind all others, and no timer is due because of it.
+
+        Most are refused at once, because the queue is full: then the models were served a moment ago.
+        """
+        queues, name = self.queues, request.model.name
+        if queues.for_slot or self.unplaced or name in self.drains or name in self.replaced:
+            return True
+        kept_until_s = request.overdue_s(self.config.patience_s) + self.config.max_drain_s
+        return queues.for_room.highest != request.place or self.kept_until_s == kept_until_s
 
     def requeue(self, request: Request, *, is_at_fault: bool) -> None:
         """Return a request to its place in the queue. `is_at_fault`: its own step lost the replica."""

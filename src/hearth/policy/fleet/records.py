@@ -272,7 +272,7 @@ class Replica:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        return tuple([stage.worker for stage in self.stages]) or (self.worker,)
+        return tuple([stage.worker for stage in self.stages]) if self.stages else (self.worker,)
 
     @property
     def is_temporary(self) -> bool:

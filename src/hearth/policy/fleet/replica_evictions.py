@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hearth.core.types import Hold
-from hearth.policy.fleet.capacity import Promises
+from hearth.policy.fleet.capacity import RETAINED, WARM, Promises
 from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import Evict
 from hearth.policy.fleet.profile import Footprint, Promise
@@ -42,9 +42,13 @@ def plan_evictions(
     """Return what to evict for a model; None if it has no room without any idle replica."""
     if worker.promises.has_room(footprint):
         return EvictionPlan(())
-    if not worker.promises.has_room(footprint, Hold.WARM):
+    if worker.promises.has_room(footprint, RETAINED):
+        idle = [replica for replica in worker.replicas.values() if replica.hold is RETAINED]
+    elif worker.promises.has_room(footprint, WARM):
+        idle = find_idle(worker)
+    else:
         return None
-    victims = [price_victim(replica, worker, estimates, now_s) for replica in find_idle(worker)]
+    victims = [price_victim(replica, worker, estimates, now_s) for replica in idle]
     return EvictionPlan(choose_fewest(worker.promises, victims, lambda left: left.has_room(footprint)))
 
 
@@ -59,7 +63,7 @@ def plan_turn_evictions(
 
 
 def find_idle(worker: Worker) -> list[Replica]:
-    return [replica for replica in worker.replicas.values() if replica.hold in (Hold.RETAINED, Hold.WARM)]
+    return [one for one in worker.replicas.values() if one.hold is RETAINED or one.hold is WARM]
 
 
 def price_victim(replica: Replica, worker: Worker, estimates: Estimates, now_s: float) -> Victim:
@@ -88,12 +92,13 @@ def choose_fewest(
             break
         chosen.append(victim)
         promises.release(victim.promise, victim.replica.booked_hold)
-    assert has_room(promises), f"the victims do not suffice: {promises=}"
+    else:
+        assert has_room(promises), f"the victims do not suffice: {promises=}"
     spared = set()
-    for victim in reversed(chosen):
+    for victim in reversed(chosen[:-1]):  # without the last one there was no room
         promises.add(victim.promise, victim.replica.booked_hold)
         if has_room(promises):
             spared.add(victim.replica)
         else:
             promises.release(victim.promise, victim.replica.booked_hold)
-    return tuple(victim for victim in chosen if victim.replica not in spared)
+    return tuple([victim for victim in chosen if victim.replica not in spared])

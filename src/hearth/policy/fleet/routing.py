@@ -94,10 +94,13 @@ def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
     if len(replicas) > 1 and fleet.config.first_token_s is not None:
         replicas = prefer_on_time(fleet, request, replicas, fleet.config.first_token_s)
     options = [_price_replica(fleet, request, replica) for replica in replicas]
-    _, _, best = min((one.cost_s, one.worker, at) for at, one in enumerate(options))
+    best = 0
+    if len(options) > 1:
+        _, _, best = min([(one.cost_s, one.worker, at) for at, one in enumerate(options)])
     num_beside = min(MAX_BESIDE, MAX_OPTIONS - len(options))
-    beside = _show_others(fleet, model, {option.worker for option in options}, num_beside)
-    return FreeReplica(replicas[best], (*options, *beside))
+    if num_beside:
+        options += _show_others(fleet, model, [option.worker for option in options], num_beside)
+    return FreeReplica(replicas[best], tuple(options))
 
 
 def _choose_loading_pipeline(fleet: Fleet, request: Request) -> FreeReplica | None:
@@ -303,7 +306,7 @@ def _price_option(
     prompt_s: float = 0.0,
     cached_tokens: int = 0,
 ) -> Option:
-    queue_s = _estimate_queue_s(fleet, model, worker)
+    queue_s = _estimate_queue_s(fleet, model, worker) if worker.busy else 0.0
     if missing_bytes is None:
         missing_bytes = count_missing_bytes(model, worker)
     load_s = fleet.estimates.load_s(missing_bytes, model, worker.node) if missing_bytes else 0.0
@@ -364,8 +367,6 @@ def _missing_adapter_bytes(request: Request, worker: Worker) -> int:
 
 
 def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
-    if not worker.busy:
-        return 0.0
     run_s_by_model, mean_s = fleet.estimates.run_s_by_model, fleet.estimates.run_s()
     own_s = run_s_by_model.get(model.name, mean_s)
     replica = worker.busy.get(model.name)

@@ -58,7 +58,7 @@ def _share_out(fleet: Fleet) -> list[Action]:
     reserved = ReservedWorkers(fleet)
     fleet.kept_until_s = math.inf
     actions = _serve_room_queue(fleet, reserved) if fleet.queues.for_room else []
-    if not reserved.has_all:
+    if (fleet.queues.for_slot or fleet.unplaced) and not reserved.has_all:
         actions += _serve_slot_queue(fleet, reserved)
         actions += _load_unasked(fleet, reserved)
     return actions
@@ -379,8 +379,8 @@ def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
     return actions
 
 
-def set_timer(fleet: Fleet) -> list[Action]:
-    """Order a timer for the next time that matters, unless an earlier one is set."""
+def set_timer(fleet: Fleet) -> SetTimer | None:
+    """Order a timer for the next time that matters; None: an earlier one is set, or no time matters."""
     before_s = math.inf if fleet.timer_s is None else fleet.timer_s
     at_s = min(before_s, fleet.kept_until_s, fleet.next_scaling_s)
     if fleet.no_pipeline_until_s > fleet.now_s:
@@ -399,9 +399,9 @@ def set_timer(fleet: Fleet) -> list[Action]:
     if (expiry_s := fleet.expiries.next_s(at_s)) is not None:
         at_s = expiry_s
     if at_s >= before_s:
-        return []
+        return None
     fleet.timer_s = at_s
-    return [SetTimer(at_s)]
+    return SetTimer(at_s)
 
 
 def _is_overdue(fleet: Fleet, model: Model) -> bool:
