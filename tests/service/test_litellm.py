@@ -85,3 +85,26 @@ def test_a_tool_is_called_and_its_result_sent_back(complete: Any) -> None:
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     answer = complete([*QUESTION, asked.choices[0].message.model_dump(), result], "tiny-a", tools=[WEATHER])
     assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+
+
+@pytest.mark.client("aider", "what it sends through litellm: edits streamed, a commit message whole")
+def test_aider_gets_its_answers(service: Service, monkeypatch: pytest.MonkeyPatch, complete: Any) -> None:
+    """aider pins versions of all that it needs, so the calls of its `send_completion` stand for it."""
+    import litellm
+
+    monkeypatch.setenv("OPENAI_API_BASE", f"{service.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    asked = [
+        {"role": "system", "content": "Act as an expert software developer."},
+        {"role": "user", "content": "Change the greeting."},
+        {"role": "assistant", "content": "Ok."},
+        *QUESTION,
+    ]
+    common = {"model": "openai/smollm2", "temperature": 0, "timeout": 600}
+
+    pieces = litellm.completion(messages=asked, stream=True, **common)
+    edits = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+    message = litellm.completion(messages=QUESTION, stream=False, **common, max_tokens=8)
+
+    assert edits
+    assert "Paris" in message.choices[0].message.content
