@@ -22,6 +22,7 @@ from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Pr
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of
 from hearth.models.families import read_arch
+from hearth.models.pack import in_order
 from hearth.models.tensor_names import NAMES
 from tests.models.zoo import build
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 #: Which modules an adapter has, by part of their names; their ranks go round.
 KINDS: Mapping[str, tuple[Sequence[str], Sequence[int]]] = {
     "all": ([""], [4]),
-    "attention": (["q_proj", "v_proj", "query_key_value", "self_attn.o"], [3, 8, 1]),
+    "attention": (["q_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "self_attn.o"], [3, 8, 1]),
     "mlp": (["mlp", "fc1", "fc2", "dense_h", "dense_4h"], [5, 16]),
 }
 
@@ -81,12 +82,13 @@ class RandomAdapter:
         for layer in range(self.arch.num_layers):
             for projection in Projection:
                 modules = names.modules[projection.value]
-                is_sorted = projection is not Projection.QKV or not names.interleaved_qkv
                 begins = {3: [0, sizes.q_size, sizes.q_size + sizes.kv_size], 2: [0, sizes.intermediate_size]}
                 slices, firsts, seconds = [], [], []
-                for template, begin in zip(modules, begins.get(len(modules), [0]), strict=True):
+                for i, (template, begin) in enumerate(
+                    zip(modules, begins.get(len(modules), [0]), strict=True)
+                ):
                     if (one := self._of(template.format(i=layer))) is not None:
-                        b = one.b if is_sorted else self._sorted(one.b)
+                        b = torch.cat(list(in_order(self.arch, projection, i, one.b)))
                         slices.append(AdapterSlice(begin, len(b), b.shape[1]))
                         firsts.append(one.a)
                         seconds.append(b)
@@ -98,13 +100,6 @@ class RandomAdapter:
     def _of(self, module: str) -> Factors | None:
         return next((one for name, one in self.factors.items() if name.endswith(f".{module}")), None)
 
-    def _sorted(self, b: torch.Tensor) -> torch.Tensor:
-        """Rows of q, then of k, then of v, where each group of heads has its own behind each other."""
-        dim, num_kv = self.arch.head_dim, self.arch.num_kv_heads
-        groups = b.view(num_kv, -1, dim, b.shape[1])
-        parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
-        return torch.cat([part.reshape(-1, b.shape[1]) for part in parts])
-
 
 def fields_of(factors: TargetFactors) -> list[int]:
     """Return the numbers by which kernels find factors that are tensors."""
@@ -115,6 +110,8 @@ def fields_of(factors: TargetFactors) -> list[int]:
 @cache
 def random_adapter(name: str, kind: str, seed: int = 0) -> RandomAdapter:
     """The same in every process. Do not change it."""
+    from transformers.pytorch_utils import Conv1D
+
     base, directory = build(name)
     model = copy.deepcopy(base)
     generator = torch.Generator().manual_seed(seed + sum(map(ord, kind)))
@@ -122,11 +119,13 @@ def random_adapter(name: str, kind: str, seed: int = 0) -> RandomAdapter:
     factors: dict[str, Factors] = {}
     for path, module in model.named_modules():
         is_layer = any(part.isdigit() for part in path.split("."))
-        if isinstance(module, torch.nn.Linear) and is_layer and any(part in path for part in wanted):
-            rank, (outputs, inputs) = ranks[len(factors) % len(ranks)], module.weight.shape
+        kinds = (torch.nn.Linear, Conv1D)
+        if isinstance(module, kinds) and is_layer and any(part in path for part in wanted):
+            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+            rank, (outputs, inputs) = ranks[len(factors) % len(ranks)], weight.shape
             a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
             b = torch.randn(outputs, rank, generator=generator) * 0.5
             factors[path] = Factors(a, b)
             with torch.no_grad():
-                module.weight.add_(b @ a)
+                weight.add_(b @ a)
     return RandomAdapter(AdapterId(f"{name}/{kind}/{seed}"), read_arch(directory), factors, model)

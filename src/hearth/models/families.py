@@ -337,6 +337,7 @@ FAMILIES: Mapping[str, Family] = {
             "n_layer": "num_hidden_layers",
             "n_head": "num_attention_heads",
             "n_positions": "max_position_embeddings",
+            "n_inner": "intermediate_size",
         },
     ),
     "opt": Family(

@@ -253,7 +253,7 @@ def _with_ropes(arch: Arch, full: Rope, local: Rope) -> Arch:
 
 
 def gpt2(f: Fields) -> Arch:
-    size = "n_inner" if f.has("n_inner") else None
+    size = "intermediate_size" if f.has("intermediate_size") else None
     plain = _plain(f, _head_dim(f), _no_windows(f), intermediate=size, activation="activation_function")
     return replace(
         plain,

@@ -83,48 +83,97 @@ def write_model(
     )
 
 
+#: Where llama.cpp's name is not transformers'. Mistral and OLMo 3 have no architecture of their own.
+_ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "cohere": "command-r"}
+#: Fields of transformers' configs, where there are such, by llama.cpp's keys.
+_FIELDS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.sliding_window": "sliding_window",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_LAYER_NORM_EPS = ("layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
+
+
 def architecture_of(model: PreTrainedModel) -> str:
-    """Mistral has no architecture of its own in GGUF."""
-    return "llama" if model.config.model_type == "mistral" else str(model.config.model_type)
+    return _ARCHITECTURES.get(model.config.model_type, str(model.config.model_type))
 
 
 def model_metadata(config: PretrainedConfig, architecture: str) -> dict[str, object]:
-    rope = config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    fields = {key: getattr(config, name, None) for key, name in _FIELDS.items()}
+    intermediate = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None)
+    scale = getattr(config, "logits_scaling", None) or getattr(config, "logit_scale", None)
+    eps = [getattr(config, name) for name in _LAYER_NORM_EPS if hasattr(config, name)]
     metadata: dict[str, object] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": intermediate,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.dimension_count": head_dim,
-        "rope.freq_base": rope["rope_theta"],
         "vocab_size": config.vocab_size,
+        "logit_scale": scale,
+        "attention.layer_norm_epsilon": eps[0] if eps else None,
+        **fields,
+        **_rope_metadata(config, head_dim),
     }
-    if rope["rope_type"] == "linear":
-        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
-    return {f"{architecture}.{key}": value for key, value in metadata.items()}
+    types = getattr(config, "layer_types", None) or []
+    if "sliding_attention" in types and "full_attention" in types:
+        metadata["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in types]
+    return {f"{architecture}.{key}": value for key, value in metadata.items() if value is not None}
+
+
+def _rope_metadata(config: PretrainedConfig, head_dim: int) -> dict[str, object]:
+    given = getattr(config, "rope_parameters", None)
+    if given is None:
+        return {}
+    rope = given.get("full_attention", given)
+    metadata = {
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": rope["rope_theta"],
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+    }
+    if rope["rope_type"] == "longrope":
+        metadata["rope.scaling.attn_factor"] = rope["attention_factor"]
+    if rope["rope_type"] in ("linear", "yarn"):
+        metadata |= {
+            "rope.scaling.type": rope["rope_type"],
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
+        }
+    return metadata
 
 
 def model_tensors(model: PreTrainedModel) -> dict[str, Floats]:
-    """By llama.cpp's names; queries and keys of `llama` models with their rows reordered."""
+    """By llama.cpp's names, and changed as its converter changes them."""
     config, architecture = model.config, architecture_of(model)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    is_reordered = architecture in ("llama", "granite", "smollm3")
     tensors = {}
     for path, parameter in model.named_parameters():
         name = names.get_name(path, try_suffixes=(".weight", ".bias"))
         assert name is not None, f"gguf has no name for {path}"
         tensor = parameter.detach().numpy()
-        if architecture == "llama" and "q_proj" in path:
+        if is_reordered and "q_proj" in path:
             tensor = interleave(tensor, config.num_attention_heads)
-        if architecture == "llama" and "k_proj" in path:
+        if is_reordered and "k_proj" in path:
             tensor = interleave(tensor, config.num_key_value_heads)
+        if path.endswith("norm.weight") and ("gemma" in architecture or architecture == "nemotron"):
+            tensor = tensor + 1.0
+        if architecture == "gpt2" and path.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
+            tensor = np.ascontiguousarray(tensor.T)
         tensors[name] = tensor
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in ("short", "long"):
+        if f"{kind}_factor" in rope:
+            tensors[f"rope_factors_{kind}.weight"] = np.array(rope[f"{kind}_factor"], np.float32)
     return tensors
 
 

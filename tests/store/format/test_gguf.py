@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -17,10 +17,11 @@ from gguf.quants import dequantize
 from hearth.core.errors import BadCheckpoint, UnsupportedModel
 from hearth.models.arch import Arch, Llama3Scaling
 from hearth.models.families import read_arch
-from hearth.models.pack import checkpoint_dtype
+from hearth.models.layout import layout_of
+from hearth.models.pack import checkpoint_dtype, pack
 from hearth.store.format.gguf import open_gguf
 from hearth.store.format.gguf_header import read_header
-from tests.models.zoo import build, save, tiny
+from tests.models.zoo import build, pack_directory, save, tiny
 from tests.store.format.gguf_files import (
     EMBEDDING,
     SMALLEST,
@@ -38,6 +39,26 @@ NAMES = [
     *("llama-gqa", "llama-mha-tied", "llama-odd-head", "llama-bias", "yi", "smollm2"),
     *("qwen2", "qwen3", "qwen3-bias"),
 ]
+#: Variants of other architectures, without what llama.cpp derives from the size of the model.
+OTHERS: Mapping[str, Mapping[str, object]] = {
+    "phi3": {},
+    "phi4-mini": {},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 20},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4},
+    "olmo2": {},
+    "olmo3": {},
+    "granite": {},
+    "glm4": {},
+    "cohere": {},
+    "cohere2": {},
+    "starcoder2": {"sliding_window": None},
+    "stablelm": {},
+    "stablelm-parallel": {},
+    "nemotron": {},
+    "gpt2": {},
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -111,6 +132,24 @@ def test_the_architecture_is_that_of_the_directory(name: str, path: Path) -> Non
     arch = arch_of(path)
 
     assert arch == read_arch(directory)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_architecture_becomes_what_its_directory_becomes(name: str, path: Path) -> None:
+    """Norms of 1 + weight, reordered rows and transposed weights come back, and so the same model."""
+    model = tiny(name, **OTHERS[name])
+    save(model, path.parent)
+    write_model(path, model)
+    arch = read_arch(path.parent)
+    layout = layout_of(arch, "float32")
+    ours, theirs = torch.zeros(2, layout.num_bytes, dtype=torch.uint8)
+    pack_directory(path.parent, arch, layout, theirs)
+
+    with open_gguf(path) as source:
+        assert source.arch == arch
+        pack(source.checkpoint, source.arch, layout, ours)
+
+    torch.testing.assert_close(ours.view(torch.float32), theirs.view(torch.float32), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "mistral-head"])
@@ -335,11 +374,11 @@ def test_unknown_tensors_keep_their_name(path: Path) -> None:
     assert names == {"model.embed_tokens.weight", "blk.0.ssm_a", "blk.0.attn_sinks.weight"}
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "qwen2moe", "phi3", "mamba"])
+@pytest.mark.parametrize("architecture", ["gemma4", "qwen2moe", "phimoe", "mamba"])
 def test_other_architectures_are_refused_by_name(architecture: str, path: Path) -> None:
     write(path, architecture=architecture)
 
-    with pytest.raises(UnsupportedModel, match=f"'{architecture}'; supported: llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedModel, match=f"'{architecture}'; supported: llama, qwen2, qwen2vl, qwen3"):
         arch_of(path)
 
 

@@ -34,6 +34,8 @@ from hearth.text.detokenizer import Detokenizer, prompt_text
 from hearth.text.tokenizer import Tokenizer
 from tests.store.format.gguf_files import (
     ADDED,
+    CONTROL,
+    NORMAL,
     SMALLEST,
     byte_level_metadata,
     sentence_piece_metadata,
@@ -227,6 +229,11 @@ def test_a_file_without_a_template_gives_none(llama2: Pair) -> None:
         ("gpt-2", "it 's Ġ12345 ĠÂ½ Ċĉ ĉ x +=` Ġy -- ĠĠ Ġz"),
         ("qwen2", "it 's Ġ 1 2 3 4 5 Ġ Â½ Ċ ĉ ĉx +=` Ġy -- ĠĠ Ġz"),
         ("llama-bpe", "it 's Ġ 123 45 Ġ Â½ Ċ ĉ ĉx +=` Ġy -- ĠĠ Ġz"),
+        ("command-r", "it 's Ġ 1 2 3 4 5 Ġ Â½ Ċĉ ĉ x +=` Ġy -- ĠĠ Ġz"),
+        ("olmo", "it 's Ġ12345 ĠÂ½ Ċĉ ĉ x +=` Ġy -- ĠĠ Ġz"),
+        ("glm4", "it 's Ġ 123 45 Ġ Â½ Ċ ĉ ĉx +=` Ġy -- ĠĠ Ġz"),
+        ("tekken", "it 's Ġ 1 2 3 4 5 Ġ Â½ Ċ ĉ ĉx +=` Ġy -- ĠĠ Ġz"),
+        ("gpt-4o", "it's Ġ 123 45 Ġ Â½ Ċ ĉ ĉx +=` Ġy -- ĠĠ Ġz"),
     ],
 )
 def test_text_is_cut_as_llama_cpp_cuts_it(
@@ -239,6 +246,32 @@ def test_text_is_cut_as_llama_cpp_cuts_it(
     cut = backend.pre_tokenizer.pre_tokenize_str("it's 12345 ½\n\t\tx+=` y--   z")
 
     assert " ".join(piece for piece, _ in cut) == pieces
+
+
+@pytest.mark.parametrize("pre", ["tekken", "gpt-4o"])
+def test_words_are_cut_where_a_capital_follows_a_small_letter(
+    pre: str, tmp_path: Path, byte_level: dict[str, object]
+) -> None:
+    path = write_tokenizer(tmp_path / "model.gguf", {**byte_level, "tokenizer.ggml.pre": pre})
+    backend = Backend.from_str(text_files(path)["tokenizer.json"].decode())
+    assert backend.pre_tokenizer is not None
+
+    cut = backend.pre_tokenizer.pre_tokenize_str("getHTTPUrl \u4e16A //\n")
+
+    assert [piece for piece, _ in cut] == ["get", "HTTPUrl", "Ġä¸ĸ", "A", "Ġ//Ċ"]
+
+
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL])
+def test_a_special_token_that_ends_turns_ends_outputs_though_the_file_does_not_say_so(
+    kind: int, tmp_path: Path, byte_level: dict[str, object]
+) -> None:
+    tokens, kinds = byte_level["tokenizer.ggml.tokens"], byte_level["tokenizer.ggml.token_type"]
+    assert isinstance(tokens, list)
+    assert isinstance(kinds, list)
+
+    ours = built(tmp_path, byte_level, tokens=[*tokens, "<end_of_turn>"], token_type=[*kinds, kind])
+
+    assert (len(tokens) in ours.eos_ids) == (kind == CONTROL)
 
 
 def test_a_file_that_names_no_cut_gets_the_default(tmp_path: Path, byte_level: dict[str, object]) -> None:
@@ -415,7 +448,7 @@ def test_other_tokenizers_are_refused_by_name(
         built(tmp_path, byte_level, model=name)
 
 
-@pytest.mark.parametrize("pre", ["gpt-4o", "deepseek-v3", "falcon"])
+@pytest.mark.parametrize("pre", ["kimi-k2", "deepseek-v3", "falcon"])
 def test_other_cuts_are_refused_by_name(pre: str, tmp_path: Path, byte_level: dict[str, object]) -> None:
     with pytest.raises(BadTokenizer, match=f"`tokenizer.ggml.pre` is '{pre}'; supported: default, gpt-2,"):
         built(tmp_path, byte_level, pre=pre)

@@ -19,9 +19,10 @@ from gguf.quants import dequantize
 from hearth.core.errors import BadCheckpoint
 from hearth.models.config_fields import Fields
 from hearth.models.families import arch_from_config
-from hearth.models.layout import Shape
+from hearth.models.layout import LINEARS, Shape
 from hearth.models.pack import StoredTensor
-from hearth.store.format.gguf_config import architecture, config_of
+from hearth.models.tensor_names import NAMES, NameMap
+from hearth.store.format.gguf_config import ROPE_FACTORS, architecture, config_of
 from hearth.store.format.gguf_header import GgufHeader, MalformedGguf, TensorEntry, read_header
 from hearth.store.format.gguf_tokenizer import text_files
 from hearth.store.format.source import ModelSource
@@ -29,27 +30,31 @@ from hearth.store.format.source import ModelSource
 #: Bytes of float32 that are dequantised at a time: gguf needs the memory of its result several times over.
 SLAB_BYTES = 1 << 20
 
-ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 4096
 
+#: Canonical modules by llama.cpp's names, and which of the parts that are stacked there.
 _MODULES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
+    "token_embd": ("embed", 0),
+    "position_embd": ("positions", 0),
+    "output_norm": ("final_norm", 0),
+    "output": ("head", 0),
+    "attn_norm": ("attn_norm", 0),
+    "attn_qkv": ("qkv", 0),
+    "attn_q": ("qkv", 0),
+    "attn_k": ("qkv", 1),
+    "attn_v": ("qkv", 2),
+    "attn_q_norm": ("q_norm", 0),
+    "attn_k_norm": ("k_norm", 0),
+    "attn_output": ("o", 0),
+    "post_attention_norm": ("attn_out_norm", 0),
+    "ffn_norm": ("mlp_norm", 0),
+    "ffn_gate": ("up", 0),
+    "ffn_up": ("up", -1),
+    "ffn_down": ("down", 0),
+    "post_ffw_norm": ("mlp_out_norm", 0),
 }
-_LAYER_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+#: Architectures whose queries and keys llama.cpp's converter reorders.
+_REORDERED = ("llama", "granite", "smollm3")
 
 _FLOATS = {
     GGMLQuantizationType.F32: "float32",
@@ -70,11 +75,15 @@ def open_gguf(path: Path) -> Iterator[ModelSource]:
     _refuse_part(metadata)
     tensors = {entry.name: _GgufTensor.of(entry, data) for entry in header.tensors}
     shapes = {name: stored.shape for name, stored in tensors.items()}
-    factors = _rope_factors(tensors.pop(ROPE_FACTORS), path) if ROPE_FACTORS in tensors else None
+    factors = {name: _rope_factors(name, tensors.pop(name), path) for name in ROPE_FACTORS if name in tensors}
     arch = arch_from_config(config_of(metadata, shapes, factors), metadata.where)
-    is_llama = architecture(metadata) == "llama"
-    heads = {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads} if is_llama else {}
-    checkpoint = {_transformers_name(name): _in_order(name, tensors[name], heads) for name in tensors}
+    is_reordered = architecture(metadata) in _REORDERED
+    heads = {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads} if is_reordered else {}
+    names = NAMES[arch.family]
+    checkpoint = {
+        _transformers_name(names, name): _in_order(name, _as_trained(names, name, tensors[name]), heads)
+        for name in tensors
+    }
     if len(checkpoint) != len(tensors):
         raise BadCheckpoint(f"`{path}` has a tensor under two names, llama.cpp's and transformers'")
     yield ModelSource(arch, checkpoint, lambda: text_files(metadata))
@@ -119,7 +128,7 @@ class _Interleaved:
     """Queries or keys whose rows llama.cpp has reordered: the halves of a head, which the rotary positions
     turn as pairs, alternate row by row, where transformers has one half after the other."""
 
-    stored: _GgufTensor
+    stored: StoredTensor
     num_heads: int
 
     @property
@@ -133,6 +142,43 @@ class _Interleaved:
     def read(self) -> torch.Tensor:
         rows = self.stored.read()
         return rows.view(self.num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transposed:
+    """A weight of a family whose checkpoints have it transposed, and GGUF files have not."""
+
+    stored: _GgufTensor
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.stored.shape[::-1]
+
+    def read(self) -> torch.Tensor:
+        return self.stored.read().t()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shifted:
+    """The weight of a norm, to which llama.cpp's converter has added a number."""
+
+    stored: _GgufTensor
+    shift: float
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.stored.shape
+
+    def read(self) -> torch.Tensor:
+        return self.stored.read().float() - self.shift
 
 
 @cache
@@ -159,18 +205,16 @@ def _header(path: Path, data: npt.NDArray[np.uint8]) -> GgufHeader:
         raise BadCheckpoint(f"`{path}` is truncated or no GGUF file: {error}; fetch it again") from error
 
 
-def _rope_factors(stored: _GgufTensor, path: Path) -> list[float]:
+def _rope_factors(name: str, stored: _GgufTensor, path: Path) -> list[float]:
     if stored.kind not in _FLOATS or len(stored.shape) != 1 or stored.shape[0] > MAX_ROPE_FACTORS:
         raise BadCheckpoint(
-            f"`{path}`: tensor `{ROPE_FACTORS}` must be up to {MAX_ROPE_FACTORS} floats, "
+            f"`{path}`: tensor `{name}` must be up to {MAX_ROPE_FACTORS} floats, "
             f"given: {stored.kind.name} {list(stored.shape)}"
         )
     factors: list[float] = stored.read().tolist()
     for factor in factors:
         if not 0.0 < factor < math.inf:
-            raise BadCheckpoint(
-                f"`{path}`: tensor `{ROPE_FACTORS}` must hold positive numbers, given: {factor}"
-            )
+            raise BadCheckpoint(f"`{path}`: tensor `{name}` must hold positive numbers, given: {factor}")
     return factors
 
 
@@ -183,16 +227,34 @@ def _refuse_part(metadata: Fields) -> None:
         )
 
 
-def _in_order(name: str, stored: _GgufTensor, heads: Mapping[str, int]) -> StoredTensor:
+def _as_trained(names: NameMap, name: str, stored: _GgufTensor) -> StoredTensor:
+    module, _, kind = name.rpartition(".")
+    if kind == "weight" and names.norm_shift and module.endswith("norm"):
+        return _Shifted(stored, names.norm_shift)
+    is_linear = _MODULES.get(module.rpartition(".")[2], ("", 0))[0] in LINEARS - {"head"}
+    return _Transposed(stored) if names.is_transposed and is_linear and kind == "weight" else stored
+
+
+def _in_order(name: str, stored: StoredTensor, heads: Mapping[str, int]) -> StoredTensor:
     *_, module, _ = ("", *name.split("."))
     return _Interleaved(stored, heads[module]) if module in heads else stored
 
 
-def _transformers_name(name: str) -> str:
+def _transformers_name(names: NameMap, name: str) -> str:
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if found is None:
+    if found is None or found[2] not in _MODULES:
         return name
     layer, module, kind = found.groups()
-    if layer is None:
-        return f"{_MODULES[module]}.{kind}" if module in _MODULES else name
-    return f"model.layers.{layer}.{_LAYER_MODULES[module]}.{kind}" if module in _LAYER_MODULES else name
+    canonical, part = _MODULES[module]
+    if canonical == "head":
+        return f"{names.head.partition('|')[0]}.{kind}"
+    templates = names.modules.get(canonical, ())
+    if part >= len(templates) or (module == "attn_qkv" and len(templates) > 1):
+        return name
+    path = templates[part].partition("|")[0]
+    # A tensor of a layer is none of the whole model, and the other way round.
+    return (
+        name
+        if ("{i}" in path) != (layer is not None)
+        else f"{names.prefixes[0]}{path.format(i=layer)}.{kind}"
+    )

@@ -26,6 +26,8 @@ _MAX_PIECE, _MAX_MERGES = 512, 1 << 21
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 #: Tokens that end an output: of the text, of a turn, of a message that calls a tool.
 _ENDS = ("eos", "eot", "eom")
+#: Special tokens that end a turn also where the file names no such token, as for llama.cpp.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,42 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
+_GPT4O_CASES = (
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+_SLASH_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _by_case(after_word: str, numbers: str) -> str:
+    """Return the pattern of GPT-4o and Tekken: a word ends before a capital that follows a small letter."""
+    words = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{case}{after_word}" for case in _GPT4O_CASES)
+    return f"{words}|{numbers}{_SLASH_TAIL}"
+
+
 _LLAMA3 = _Splitter((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _TAIL,), ignores_merges=True, adds_bos=True)
 _QWEN2 = _Splitter((_CONTRACTIONS + _WORDS + r"\p{N}" + _TAIL,))
 
+_GPT2_SPLITTER = _Splitter((_GPT2,))
+_DIGITS = _Splitter((r"\p{N}", _GPT2))
+_LIKE_LLAMA3 = _Splitter(_LLAMA3.patterns)
+
 _SPLITTERS: Mapping[str, _Splitter] = {
     "default": _Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": _Splitter((_GPT2,)),
-    "smollm": _Splitter((r"\p{N}", _GPT2)),
+    "gpt-2": _GPT2_SPLITTER,
+    "olmo": _GPT2_SPLITTER,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "command-r": _DIGITS,
     "qwen2": _QWEN2,
+    "stablelm2": _QWEN2,
+    "dbrx": _LIKE_LLAMA3,
+    "smaug-bpe": _LIKE_LLAMA3,
+    "glm4": _LIKE_LLAMA3,
+    "chatglm-bpe": _LIKE_LLAMA3,
+    "gpt-4o": _Splitter((_by_case(_CONTRACTIONS + "?", r"\p{N}{1,3}"),)),
+    "tekken": _Splitter((_by_case("", r"\p{N}"),), ignores_merges=True, adds_bos=True),
     "deepseek-r1-qwen": _QWEN2,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -85,9 +115,11 @@ def text_files(metadata: Fields) -> dict[str, bytes]:
     backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in vocabulary.added])
     tokens = {role: vocabulary.tokens[roles[key]] for role, key in _ROLES.items() if key in roles}
     config = {role: token for role, token in tokens.items() if token in vocabulary.special}
+    named = _TURN_ENDS if "eot" not in roles else ()
+    turn_ends = [vocabulary.ids[end] for end in named if end in vocabulary.special]
     generation = {
         "bos_token_id": roles.get("bos"),
-        "eos_token_id": sorted({roles[end] for end in _ENDS if end in roles}),
+        "eos_token_id": sorted({*(roles[end] for end in _ENDS if end in roles), *turn_ends}),
     }
     files = {
         "tokenizer.json": backend.to_str(),
