@@ -87,7 +87,7 @@ def find_model(model: str | Path, revision: str | None = None) -> str | Path:
 
     A model of the Hub that is not deployed is downloaded into the cache that Hugging Face's libraries share.
     """
-    from hearth.control.deploy.sources import hub_directory, hub_source
+    from hearth.control.deploy.sources import hub_path, hub_source
 
     text = str(model)
     if isinstance(model, Path) or "://" in text or text.startswith((".", "/")) or Path(text).exists():
@@ -95,7 +95,7 @@ def find_model(model: str | Path, revision: str | None = None) -> str | Path:
     source = hub_source(text, revision)
     if (deployed := _deployed(text, None if source is None else source.text)) is not None:
         return deployed
-    return model if source is None else hub_directory(source)
+    return model if source is None else hub_path(source)
 
 
 def _deployed(name: str, source: str | None) -> str | None:

@@ -284,6 +284,7 @@ def test_what_is_deployed_is_pulled_without_a_download(gateway: FakeGateway) -> 
     ("model", "deployed"),
     [
         ("hf.co/Org/Name:latest", "hf:Org/Name hf.co/Org/Name"),
+        ("hf.co/Org/Name-GGUF:Q4_K_M", "hf:Org/Name-GGUF:Q4_K_M hf.co/Org/Name-GGUF:Q4_K_M"),
         ("huggingface.co/Org/Name", "hf:Org/Name huggingface.co/Org/Name"),
         ("Org/Name", "hf:Org/Name Org/Name"),
         ("hf:Org/Name", "hf:Org/Name None"),

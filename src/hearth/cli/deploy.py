@@ -49,7 +49,7 @@ def deploy(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="hf:ORG/NAME, URL, GGUF file, converted model, Hugging Face or PEFT directory.",
+            help="hf:ORG/NAME[:GGUF], URL, GGUF file, converted model, Hugging Face or PEFT directory.",
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the model; by default that of SOURCE.")] = None,
@@ -96,6 +96,8 @@ def deploy(
       hearth deploy ./Qwen2.5-7B-Instruct --name qwen-7b --snapshot
 
       hearth deploy hf:HuggingFaceTB/SmolLM2-135M-Instruct
+
+      hearth deploy hf:bartowski/google_gemma-3-1b-it-GGUF:Q4_K_M
 
       hearth deploy ./llama-3-8b.gguf --quant int8
 

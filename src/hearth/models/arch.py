@@ -140,6 +140,7 @@ class Arch:
     embed_scale: float
     logit_scale: float
     logit_cap: float | None  #: as of scores, after the scale
+    is_text_part: bool  #: of a model that also reads images
 
     @property
     def dimensions(self) -> Dimensions:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hearth.core.errors import BadCheckpoint, UnsupportedModel
@@ -37,7 +37,8 @@ def read_arch(directory: Path) -> Arch:
 
 
 def arch_from_config(config: Mapping[str, object], where: str = "config.json") -> Arch:
-    config = text_part(config, where)
+    is_text_part = config.get("model_type") in TEXT_PARTS
+    config = _text_part(config, where) if is_text_part else config
     model_type = config.get("model_type")
     named = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     _refuse_unsupported(config, named.reads if named else frozenset(), where)
@@ -50,23 +51,20 @@ def arch_from_config(config: Mapping[str, object], where: str = "config.json") -
             f"{where}: the number of attention heads must be a multiple of the number of key-value "
             f"heads, given: {arch.num_heads} and {arch.num_kv_heads}"
         )
-    return arch
+    return replace(arch, is_text_part=is_text_part)
 
 
-def reads_images(config: Mapping[str, object]) -> bool:
-    return config.get("model_type") in TEXT_PARTS
-
-
-def text_part(config: Mapping[str, object], where: str) -> Mapping[str, object]:
-    """Return the config of the language model of one that also reads images; of others, the config itself."""
-    if not reads_images(config):
-        return config
+def _text_part(config: Mapping[str, object], where: str) -> Mapping[str, object]:
+    """Return the config of the language model of one that also reads images."""
     outer_type, text = str(config["model_type"]), Fields("vision", config, where).section("text_config")
     family = TEXT_PARTS[outer_type]
     if text.values.get("model_type", family) not in (family, outer_type, f"{outer_type}_text"):
         raise text.unsupported("model_type", f"supported: {family}")
     outer = {key: value for key, value in config.items() if key not in ("architectures", "text_config")}
-    return {**outer, **text.values, "model_type": family, "architectures": None}
+    own: dict[str, object] = {"model_type": family, "architectures": None}
+    if config.get(tied := "tie_word_embeddings") is not None:
+        own[tied] = config[tied]  # the head is that of the whole
+    return {**outer, **text.values, **own}
 
 
 def _refuse_unsupported(config: Mapping[str, object], reads: frozenset[str], where: str) -> None:

@@ -354,6 +354,7 @@ def _plain(f: Fields, head_dim: int, windows: Windows, *, intermediate: str | No
         embed_scale=1.0,
         logit_scale=1.0,
         logit_cap=None,
+        is_text_part=False,
     )
 
 

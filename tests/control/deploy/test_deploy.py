@@ -76,8 +76,9 @@ from hearth.store.format.convert import convert
 from hearth.store.format.manifest import read_manifest
 from hearth.store.tiers.upstream import Upstream, read_upstream
 from hearth.text.tokenizer import Tokenizer
-from tests.models.zoo import build
+from tests.models.zoo import build, tiny
 from tests.snapshot.fingerprints import FINGERPRINT
+from tests.store.format.gguf_files import byte_level_metadata, write_model
 from tests.store.format.peft_files import write_peft
 from tests.store.stored import files_of, serving
 
@@ -408,6 +409,7 @@ def test_files_that_cannot_be_removed_are_told(
             HubSource("Qwen/Qwen2.5-0.5B-Instruct", None),
             "qwen2.5-0.5b-instruct",
         ),
+        ("hf:org/M-GGUF:Q4_K_M@v1", HubSource("org/M-GGUF", "v1", "Q4_K_M"), "m-q4_k_m"),
         ("hf:org/m@refs/pr/1", HubSource("org/m", "refs/pr/1"), "m"),
         ("s3://bucket/models/Tiny/", UrlSource("s3://bucket/models/Tiny"), "tiny"),
         ("HTTPS://host/@org/M", UrlSource("https://host/@org/M"), "m"),
@@ -424,7 +426,8 @@ def test_a_source_is_told_by_its_text_and_gives_a_name(
 
 
 @pytest.mark.parametrize(
-    "text", ["hf:", "hf:a", "hf:a/b/c", "hf:../../x", "hf:a/b@", "hf:a/..", "ftp://host/x"]
+    "text",
+    ["hf:", "hf:a", "hf:a/b/c", "hf:../../x", "hf:a/b@", "hf:a/b:", "hf:a/b:c/d", "hf:a/..", "ftp://host/x"],
 )
 def test_what_looks_like_a_source_and_is_none_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="given: "):
@@ -566,7 +569,7 @@ def test_a_download_that_another_deployment_uses_stays_until_that_is_done(tmp_pa
             began.wait()
             with pytest.raises(TimeoutError):
                 second.result(0.2)
-            assert (first.directory / "config.json").exists()
+            assert (first.path / "config.json").exists()
             is_done.set()
         assert second.result()
     assert list((tmp_path / "downloads").iterdir()) == []
@@ -577,7 +580,7 @@ def test_what_an_older_version_has_left_is_not_mixed_with_a_download(tmp_path: P
     left.parent.mkdir()
     left.write_bytes(b"of an older version")
     with downloaded(HubSource("org/tiny", None), tmp_path, lambda *_: None) as download:
-        assert (download.directory, download.commit) == (left.parent, "abc")
+        assert (download.path, download.commit) == (left.parent, "abc")
         assert not left.exists()
 
 
@@ -588,11 +591,54 @@ def test_a_download_stays_for_the_next_try_if_converting_fails(data_dir: DataDir
     assert [path.name for path in data_dir.downloads_path.iterdir()] == ["org--tiny"]
 
 
+@pytest.fixture
+def gguf_hub(hub: Hub) -> Hub:
+    """A repository of GGUF files, of which one can be read."""
+    shutil.rmtree(hub.directory)
+    hub.directory.mkdir()
+    for name in ("Tiny-Q8_0", "Tiny.IQ4_K_M", "mmproj-Q6_K", "Tiny-BF16-00001-of-00002"):
+        (hub.directory / f"{name}.gguf").write_bytes(b"another")
+    model = tiny("llama-gqa", vocab_size=1024)
+    write_model(
+        hub.directory / "Tiny-Q4_K_M.gguf", model, changes=byte_level_metadata(["some words"], "gpt-2")
+    )
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("hf:org/Tiny-GGUF:Q4_K_M", "tiny-q4_k_m"),
+        ("hf:org/Tiny-GGUF:tiny-q4_k_m.gguf", "tiny-tiny-q4_k_m"),
+        ("hf:org/Tiny-GGUF@abc", "tiny-gguf"),
+    ],
+)
+def test_a_gguf_file_of_the_hub_is_downloaded_and_converted(
+    data_dir: DataDir, gguf_hub: Hub, source: str, name: str
+) -> None:
+    deployed = carry_out(DeployOrder(source), data_dir, lambda *_: None)
+
+    assert (deployed.name, deployed.source) == (name, source)
+    assert gguf_hub.patterns == ["Tiny-Q4_K_M.gguf"]
+    assert read_manifest(Path(deployed.directory)).arch.vocab_size == 1024
+    assert read_upstream(Path(deployed.directory)) == Upstream("abc")
+
+
+@pytest.mark.parametrize("quant", ["Q5_K_M", "Q6_K", "BF16", "4_K_M"])
+def test_a_gguf_file_that_is_not_there_is_refused_with_those_that_are(
+    data_dir: DataDir, gguf_hub: Hub, quant: str
+) -> None:
+    """Projectors of images are none, and neither are models in several parts."""
+    with pytest.raises(ModelError, match=r"found: Tiny-Q4_K_M\.gguf, Tiny-Q8_0\.gguf, Tiny\.IQ4_K_M\.gguf;"):
+        carry_out(DeployOrder(f"hf:org/Tiny-GGUF:{quant}"), data_dir, lambda *_: None)
+    assert not any(data_dir.downloads_path.iterdir())
+
+
 def test_a_repository_of_something_else_is_refused_before_it_is_downloaded(
     data_dir: DataDir, hub: Hub
 ) -> None:
     (hub.directory / "model.safetensors").rename(hub.directory / "model.gguf")
-    with pytest.raises(ModelError, match=r"is not a model that can be converted.*deploy that: model.gguf"):
+    with pytest.raises(ModelError, match=r"is not a model that can be converted.*of it: hf:org/tiny:FILE"):
         carry_out(DeployOrder("hf:org/tiny"), data_dir, lambda *_: None)
     assert list(data_dir.downloads_path.iterdir()) == []
 

@@ -427,7 +427,7 @@ def test_a_base_that_changes_keeps_its_adapters_and_warns_of_them(
         view = await rig.deploy(converted, "tiny", overwrite=True)
         assert view.warning is not None
         assert "adapters trained on its previous weights are still deployed: shop; redeploy" in view.warning
-        assert f"adapters_outdated base=tiny reason={view.warning}" in caplog.messages
+        assert f"deployed_with_warning model=tiny reason={view.warning}" in caplog.messages
         assert [entry.name for entry in rig.deployments.adapters()] == ["shop"]
 
     with_shop(data_dir, scene)

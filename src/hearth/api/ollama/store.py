@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
 
 #: Names of models of the Hugging Face Hub, as Ollama's users write them, and as Hearth's do.
-_HUB = re.compile(r"(?:hf:|hf\.co/|huggingface\.co/)?([\w.-]+/[\w.-]+)", re.ASCII | re.IGNORECASE)
+_HUB = re.compile(
+    r"(?:hf:|hf\.co/|huggingface\.co/)([\w.-]+/[\w.-]+(?::[\w.-]+)?)|([\w.-]+/[\w.-]+)",
+    re.ASCII | re.IGNORECASE,
+)
 
 
 class NamedModelBody(Strict):
@@ -69,9 +72,9 @@ def hub_source(name: str) -> str:
     if match is None:
         raise UnknownModel(
             f"no model named `{name:.80}`, and only models of the Hugging Face Hub can be pulled, as "
-            "`hf.co/ORG/NAME`; deploy others with `hearth deploy SOURCE --name NAME`"
+            "`hf.co/ORG/NAME` or `hf.co/ORG/NAME:Q4_K_M`; deploy others with `hearth deploy SOURCE`"
         )
-    return f"hf:{match[1]}"
+    return f"hf:{match[1] or match[2]}"
 
 
 async def pulling(gateway: Gateway, name: str, source: str | None) -> AsyncGenerator[dict[str, object], None]:

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeployOrder:
-    source: str  #: a directory, a GGUF file, hf:ORG/NAME[@REVISION], or a URL of what was converted
+    source: str  #: a directory, a GGUF file, hf:ORG/NAME[:FILE][@REVISION], or a URL of what was converted
     name: str | None = None  #: None: derived from the source
     dtype: str = "auto"  #: float32 for a CPU, else the source's own
     quant: str = "none"
@@ -80,7 +80,9 @@ DeployEvent = DeployProgress | DeployDone
 @dataclass(frozen=True, slots=True)
 class Registered:
     replaced: ModelLocation | None  #: the files of what had its name before
-    warning: str | None  #: names the adapters that were trained on other weights than their base has now
+    warning: (
+        str | None
+    )  #: adapters that were trained on other weights than their base has now; what is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +173,15 @@ def switch(deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Regi
         registry.replace(deployed)
     else:
         registry.add(deployed)
-    warning = (
-        f"`{deployed.name}` has changed, but adapters trained on its previous weights are still deployed: "
-        f"{listed(outdated)}; redeploy them with `--overwrite`, or remove them with `hearth rm`"
-    )
-    return Registered(before, warning if outdated else None)
+    warnings = []
+    if outdated:
+        warnings.append(
+            f"`{deployed.name}` has changed, but adapters trained on its previous weights are still "
+            f"deployed: {listed(outdated)}; redeploy them with `--overwrite`, or remove them with `hearth rm`"
+        )
+    if isinstance(deployed, Deployed) and deployed.facts.is_text_part:
+        warnings.append(f"`{deployed.name}` answers texts only: images in requests are refused")
+    return Registered(before, "; ".join(warnings) or None)
 
 
 def remove_files(location: ModelLocation, data_dir: DataDir) -> None:

@@ -100,7 +100,7 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
                 lambda done, total: on_progress("downloading", done, total),
                 is_adapter=order.is_adapter,
             ) as download:
-                placed = _convert(download.directory, name, order, data_dir, on_progress)
+                placed = _convert(download.path, name, order, data_dir, on_progress)
                 placed = replace(placed, commit=download.commit)
     with ExitStack() as undo:
         if placed.is_new:
@@ -151,6 +151,7 @@ def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
         family=arch.family,
         parts=_parts_of(manifest),
         wide_parts=_parts_of(wide),
+        is_text_part=arch.is_text_part,
     )
 
 

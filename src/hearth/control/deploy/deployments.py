@@ -206,7 +206,7 @@ class Deployments:
         known.pop(ModelId(deployed.name), None)  # deploying the same again counts as a change
         self._post_changes(known, adapters, bases)
         if registered.warning is not None:
-            log.warning("adapters_outdated base=%s reason=%s", deployed.name, registered.warning)
+            log.warning("deployed_with_warning model=%s reason=%s", deployed.name, registered.warning)
         return registered
 
     def _follow(self) -> None:

@@ -2,6 +2,7 @@
 
 hf:ORG/NAME, hf:ORG/NAME@REVISION      a repository on the Hub, downloaded: a model, or a LoRA adapter; as
                                        ORG/NAME, too, unless that path exists
+hf:ORG/NAME:Q4_K_M                     a GGUF file of a repository, by how it is quantised or by its name
 s3://BUCKET/PREFIX, https://HOST/PATH  a converted model or adapter in object storage, read from there; behind
                                        it @DIGEST may name the version that must be there
 anything else                          a path on this machine
@@ -28,7 +29,9 @@ from hearth.store.tiers.upstream import parse_address
 OnBytes = Callable[[int, int], None]
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.ASCII | re.IGNORECASE)
-_HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+_HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<file>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+#: The GGUF file that is taken where several are there and none is named, as by llama.cpp and Ollama.
+_USUAL_GGUF = "Q4_K_M"
 #: What makes a directory or a repository an adapter, unless it is a model, too.
 ADAPTER_CONFIG = "adapter_config.json"
 #: The files that a model consists of besides its weights.
@@ -39,10 +42,15 @@ _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 class HubSource:
     repo_id: str
     revision: str | None
+    file: str | None = None  #: a GGUF file: its name, or the end of that without the suffix
 
     @property
     def text(self) -> str:
-        return f"hf:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
+        file, revision = (
+            (f":{self.file}" if self.file else ""),
+            (f"@{self.revision}" if self.revision else ""),
+        )
+        return f"hf:{self.repo_id}{file}{revision}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +79,10 @@ def parse_source(text: str) -> Source:
         match = _HUB.fullmatch(text[3:])
         if match is None or ".." in text:
             raise RequestError(
-                f"a model of the Hugging Face Hub is hf:ORG/NAME or hf:ORG/NAME@REVISION, given: {text!r:.99}"
+                "a model of the Hugging Face Hub is hf:ORG/NAME, hf:ORG/NAME:FILE of a GGUF repository, or "
+                f"hf:ORG/NAME@REVISION, given: {text!r:.99}"
             )
-        return HubSource(match["id"], match["revision"])
+        return HubSource(match["id"], match["revision"], match["file"])
     if scheme := _SCHEME.match(text):
         return _parse_url(scheme[1].lower(), text[scheme.end() :].rstrip("/"))
     path = Path(text).expanduser()
@@ -83,9 +92,11 @@ def parse_source(text: str) -> Source:
 
 
 def hub_source(text: str, revision: str | None = None) -> HubSource | None:
-    """Return the repository that [hf:]ORG/NAME[@REVISION] means; None: it is none."""
+    """Return the repository that [hf:]ORG/NAME[:FILE][@REVISION] means; None: it is none."""
     match = _HUB.fullmatch(text[3:] if text[:3].lower() == "hf:" else text)
-    return None if match is None or ".." in text else HubSource(match["id"], revision or match["revision"])
+    if match is None or ".." in text:
+        return None
+    return HubSource(match["id"], revision or match["revision"], match["file"])
 
 
 def _parse_url(scheme: str, rest: str) -> UrlSource:
@@ -104,8 +115,9 @@ def _parse_url(scheme: str, rest: str) -> UrlSource:
 
 def default_name(source: Source) -> str:
     match source:
-        case HubSource(repo_id):
+        case HubSource(repo_id, _, file):
             last = repo_id.rpartition("/")[2]
+            last = f"{re.sub('-gguf$', '', last, flags=re.IGNORECASE)}-{file}" if file else last
         case UrlSource(url):
             last = parse_address(url).url.rpartition("/")[2]
         case PathSource(path):
@@ -119,7 +131,7 @@ def default_name(source: Source) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    directory: Path
+    path: Path  #: a directory, or a GGUF file
     commit: str  #: the version of the repository that it is
 
 
@@ -141,7 +153,7 @@ def downloaded(
     """
     where = root / source.text.removeprefix("hf:").replace("/", "--")
     with _locked(where.with_name(f".{where.name}.lock")):
-        yield Download(where, _download(source, where, on_bytes, is_adapter))
+        yield _download(source, where, on_bytes, is_adapter)
         shutil.rmtree(where, ignore_errors=True)
 
 
@@ -162,7 +174,7 @@ def _locked(path: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: bool) -> str:
+def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: bool) -> Download:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -184,11 +196,14 @@ def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: boo
         )
     except (OSError, HFValidationError) as error:  # all others of the library are OSErrors
         raise _translated(source, error) from error
-    return str(found[0].commit_hash)
+    is_gguf = len(wanted) == 1 and wanted[0].endswith(".gguf")
+    return Download(where / wanted[0] if is_gguf else where, str(found[0].commit_hash))
 
 
-def hub_directory(source: HubSource) -> Path:
-    """Return a model's directory in the cache that Hugging Face's libraries share; download what is missing.
+def hub_path(source: HubSource) -> Path:
+    """Return a model's directory, or its GGUF file, in the cache that Hugging Face's libraries share.
+
+    What is missing is downloaded.
 
     Without a network, what is cached is returned.
     """
@@ -197,6 +212,10 @@ def hub_directory(source: HubSource) -> Path:
 
     texts = [f"*{suffix}" for suffix in _TEXT_SUFFIXES]
     try:
+        if (file := source.file) is not None:
+            patterns = [f"*{name}*" for name in {file, file.lower(), file.upper()}]
+            found = snapshot_download(source.repo_id, revision=source.revision, allow_patterns=patterns)
+            return Path(found) / _gguf_file(source, [path.name for path in Path(found).iterdir()])
         for weights in ("*.safetensors", "*.bin"):
             found = snapshot_download(
                 source.repo_id,
@@ -223,18 +242,36 @@ def _wanted(source: HubSource, names: Iterable[str], is_adapter: bool) -> list[s
     top = [name for name in names if "/" not in name]
     if ADAPTER_CONFIG in top and (is_adapter or "config.json" not in top):
         return [ADAPTER_CONFIG, *(name for name in top if name.startswith("adapter_model."))]
+    has_gguf = any(name.endswith(".gguf") for name in top)
+    if source.file is not None or (has_gguf and "config.json" not in top):
+        return [_gguf_file(source, top)]
     weights = [name for name in top if name.endswith(".safetensors")]
     weights = weights or [name for name in top if name.endswith(".bin")]
     if "config.json" not in top or not weights:
-        gguf = [name for name in top if name.endswith(".gguf")]
-        remedy = (
-            f"download a GGUF file of it and deploy that: {', '.join(gguf[:5])}" if gguf else "name another"
-        )
+        remedy = f"deploy a GGUF file of it: {source.text}:FILE" if has_gguf else "name another"
         raise ModelError(
             f"`{source.text}` is not a model that can be converted: it needs `config.json` and weights as "
             f"safetensors or PyTorch files, found: {', '.join(top[:12]) or 'nothing'}; {remedy}"
         )
     return [name for name in top if name.endswith(_TEXT_SUFFIXES)] + weights
+
+
+def _gguf_file(source: HubSource, names: Iterable[str]) -> str:
+    """Return the file that the source names, or the usual one if it names none."""
+    # A projector of images is no model; of a file in parts, none is one.
+    found = [name for name in names if re.fullmatch(r"(?!mmproj)(?!.*-of-\d+\.gguf).*\.gguf", name)]
+    stems = {name: name.removesuffix(".gguf").lower() for name in found}
+    wanted = (source.file or _USUAL_GGUF).removesuffix(".gguf").lower()
+    fitting = [name for name in found if re.fullmatch(rf"(.*[-._])?{re.escape(wanted)}", stems[name])]
+    if source.file is None and len(found) == 1:
+        fitting = found
+    if len(fitting) == 1:
+        return fitting[0]
+    raise ModelError(
+        f"`{source.text}` must mean one GGUF file of the repository, found: "
+        f"{', '.join(sorted(fitting or found)[:30]) or 'none in one part'}; name one as "
+        f"hf:{source.repo_id}:{_USUAL_GGUF}"
+    )
 
 
 def _check_room(root: Path, num_bytes: int, source: HubSource) -> None:

@@ -67,6 +67,7 @@ class Facts:
     family: str | None = None  #: as in `Arch`; None: deployed before it was stored
     parts: PartBytes | None = None  #: of `num_bytes`; None: one layer, or deployed before they were stored
     wide_parts: PartBytes | None = None  #: of `wide_bytes`
+    is_text_part: bool = False  #: as in `Arch`
 
 
 def footprint(

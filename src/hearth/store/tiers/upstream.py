@@ -124,7 +124,7 @@ def note_version(directory: Path, version: str) -> Upstream | None:
 
 
 def version_now(source: str) -> str:
-    """`source` is a URL or `hf:ORG/NAME[@REVISION]`. Raises HearthError, within seconds."""
+    """`source` is a URL or `hf:ORG/NAME[:FILE][@REVISION]`. Raises HearthError, within seconds."""
     if source.startswith("hf:"):
         return _commit_of(source)
     from hearth.store.tiers.remote import BRIEF, RemoteModel
@@ -152,7 +152,9 @@ def _commit_of(source: str) -> str:
 
     repo_id, _, revision = source.removeprefix("hf:").partition("@")
     try:
-        found = huggingface_hub.model_info(repo_id, revision=revision or None, timeout=HUB_S)
+        found = huggingface_hub.model_info(
+            repo_id.partition(":")[0], revision=revision or None, timeout=HUB_S
+        )
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ChunkMissing(
             f"`{source}` is not on the Hugging Face Hub any more, or only for others"

@@ -120,7 +120,7 @@ class ForgetModel:
 
 @dataclass(frozen=True, slots=True)
 class LookUpstream:
-    source: str  #: a URL, or hf:ORG/NAME[@REVISION]
+    source: str  #: a URL, or hf:ORG/NAME[:FILE][@REVISION]
 
 
 @dataclass(frozen=True, slots=True)
