@@ -245,7 +245,7 @@ FORMAT = {
     "Dispatch": "request_id model worker why waited_s options",
     "DrainState": "model worker began_s victims gone more",
     "End": "done failed stopped",
-    "Estimates": "reload mean_run_s run_s_by_model links token_s_by_model least_token_s arrivals",
+    "Estimates": "reload mean_run_s run_s_by_model links token_s_by_model least_token_s arrivals head_layers",
     "Evict": "model worker cost_s is_freed",
     "FleetState": (
         "now_s step_number num_added most_by_node next_number timer_s kept_until_s estimates resting "
@@ -306,6 +306,7 @@ FORMAT = {
     "Spare": "need warm_s",
     "StageSizes": "num_layers stored placed spare_bytes unit_bytes kv_layer_bytes kv_unit_bytes "
     "num_lost_blocks workspace_bytes tables_bytes context_blocks max_seqs",
+    "StagesMeasured": "now_s worker model stage_s",
     "StageState": "worker promise begin end total_bytes loaded_bytes is_ready",
     "Stop": "number is_freed",
     "TimerFired": "now_s",

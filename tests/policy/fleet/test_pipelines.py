@@ -24,6 +24,7 @@ from hearth.policy.fleet.events import (
     RejectReason,
     SetHold,
     SetTimer,
+    StagesMeasured,
     TimerFired,
     Why,
     WorkerLost,
@@ -160,6 +161,15 @@ def test_of_other_nodes_the_one_with_the_fastest_link_is_taken() -> None:
     for target, bytes_per_s in (("b", 1e9), ("c", 2e9)):
         desk._step(LinkMeasured(0.0, NodeId("a"), NodeId(target), bytes_per_s, 0.001))
     assert list(loads(desk.ask("r1", "large"))) == ["a/w1", "c/w1"]
+
+
+def test_layers_are_shared_out_by_the_times_of_the_last_pipeline() -> None:
+    desk = serving(joined("w1", "w2"))
+    desk.finish("r1")
+    desk._step(StagesMeasured(0.0, WorkerId("w1"), ModelId("large"), (6.0, 8.0)))  # the head: two layers
+    desk._step(WorkerLost(0.0, WorkerId("w2")))
+    desk.join("w3")
+    assert layers(desk.ask("r2", "large")) == {"w1": (0, 7), "w3": (7, 12)}
 
 
 def test_fewer_stages_come_before_one_node() -> None:

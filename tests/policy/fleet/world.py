@@ -45,6 +45,7 @@ from hearth.policy.fleet.events import (
     RequestFinished,
     ResidencyReported,
     RungUse,
+    StagesMeasured,
     TimerFired,
     TurnBegan,
     TurnEnded,
@@ -342,6 +343,18 @@ class World:
         source, target = NODES[number % 3], NODES[(number + 1 + number // 3 % 2) % 3]
         self.tell(LinkMeasured(self.now_s, source, target, 1e6 * (1 + number % 100), 0.001))
 
+    def measure_stages(self, number: int) -> None:
+        staged = [
+            (model, name, pipeline)
+            for name, worker in self.cluster.workers.items()
+            for model, replica in worker.replicas.items()
+            if (pipeline := replica.pipeline) is not None and pipeline.members[0].worker == name
+        ]
+        if chosen := _pick(sorted(staged, key=lambda one: one[:2]), number):
+            model, name, pipeline = chosen
+            stage_s = tuple(1.0 + number // (at + 1) % 5 for at in range(len(pipeline.members)))
+            self.tell(StagesMeasured(self.now_s, name, model, stage_s))
+
     def arrive(self, number: int) -> None:
         model = MODELS[number % len(MODELS)]
         keep_alive_s = KEEP_ALIVES_S[number // len(MODELS) % len(KEEP_ALIVES_S)]
@@ -552,6 +565,7 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "lose_node": World.lose_node,
     "drain_node": World.drain_node,
     "measure_link": World.measure_link,
+    "measure_stages": World.measure_stages,
     "deploy": World.deploy,
     "remove": World.remove,
     "stop": World.stop,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
-from hearth.core.types import Hold, ModelId, WorkerId
+from hearth.core.types import Hold, ModelId, WorkerId, model_of
 from hearth.policy.fleet.deployment import (
     deploy_model,
     evict_if_leaving,
@@ -50,6 +50,7 @@ from hearth.policy.fleet.events import (
     RequestFinished,
     ResidencyReported,
     SetHold,
+    StagesMeasured,
     TimerFired,
     TurnBegan,
     TurnEnded,
@@ -154,6 +155,11 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
             return []
         case LinkMeasured():
             fleet.estimates.measured(event)
+            return []
+        case StagesMeasured(_, worker, model, stage_s):
+            replica = fleet.workers[worker].replicas.get(model) if worker in fleet.workers else None
+            if replica is not None and len(replica.stages) == len(stage_s):
+                fleet.estimates.staged(model_of(model), replica.stages, stage_s)
             return []
         case NodeDraining(_, node, is_draining):
             fleet.drain_node(node, is_draining=is_draining)

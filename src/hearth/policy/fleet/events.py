@@ -112,6 +112,16 @@ class LinkMeasured:
 
 
 @dataclass(frozen=True, slots=True)
+class StagesMeasured:
+    """How long usual decode steps of a pipeline take in each of its stages, as its first worker reports."""
+
+    now_s: float
+    worker: WorkerId
+    model: ModelId
+    stage_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WantedAdapter:
     adapter: AdapterId
     num_bytes: int
@@ -250,6 +260,7 @@ Event = (
     | NodeLost
     | NodeDraining
     | LinkMeasured
+    | StagesMeasured
     | RequestArrived
     | RequestFinished
     | RequestCancelled
