@@ -32,6 +32,7 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.failures import FIRST_DELAY_S
 from hearth.policy.fleet.fleet_state import restore, save
+from hearth.policy.fleet.pipelines import share_layers
 from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.residents import list_residents
 from hearth.policy.fleet.routing import explain_wait
@@ -110,6 +111,20 @@ def test_hidden_states_take_the_shortest_way(workers: dict[str, int | None], tra
     assert first.pipeline is not None
     assert f", {transport}, layers 6 to 11 on {last.worker}" in first.pipeline.described
     assert [one.transport for one in list_residents(desk.fleet, 0.0)] == [None, transport]
+
+
+def test_the_layers_that_are_shown_are_those_of_the_pipeline() -> None:
+    desk = Desk()
+    desk.join("w1", 60)
+    desk.join("w2", 110)
+    desk.deploy(profile("small", 50))
+    desk.deploy(LARGE)
+    assert share_layers(desk.fleet, profile("small", 50)) == ()
+    told = share_layers(desk.fleet, LARGE)
+    (first, last) = layers(desk.ask("r1", "large")).values()
+    assert told == (first[1], last[1] - last[0]) == (4, 8)
+    desk.lose("w2")
+    assert share_layers(desk.fleet, LARGE) == (), "no workers could hold it now"
 
 
 def test_layers_are_shared_out_and_one_context_is_promised() -> None:

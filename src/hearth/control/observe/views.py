@@ -49,7 +49,7 @@ class ModelView:
     labels: tuple[str, ...] = ()  #: that the machines have on which it runs
     min_replicas: int = 0
     max_replicas: int | None = None  #: None: no limit
-    #: Layers of each stage, where no worker can hold the whole model; empty: one can, or stages do not help.
+    #: Layers of each stage. Empty: a worker holds the whole model, stages do not help, or it is only listed.
     stages: tuple[int, ...] = ()
     warning: str | None = None  #: why it cannot run, or is outdated; None: nothing, or it is only listed
     preset: Preset | None = None  #: its defaults, if it is a preset of `base`

@@ -62,6 +62,29 @@ def could_hold(fleet: Fleet, profile: ModelProfile, most: Hold) -> bool:
     return find_stages(fleet, profile, lambda index: index.without[most], fits) is not None
 
 
+def share_layers(fleet: Fleet, profile: ModelProfile) -> tuple[int, ...]:
+    """Return the layers of each stage of a model: of its pipeline, or else of the one on empty workers.
+
+    Empty: some worker could hold it whole, or it fits in no stages.
+    """
+    model = fleet.models.get(profile.model)
+    replicas = () if model is None else model.replicas.values()
+    if staged := next((one.stages for one in replicas if one.stages), None):
+        return tuple(stage.end - stage.begin for stage in staged)
+    return tuple(stage.end - stage.begin for stage in find_on_empty_workers(fleet, profile) or ())
+
+
+def find_on_empty_workers(fleet: Fleet, profile: ModelProfile) -> tuple[PlannedStage, ...] | None:
+    """Return the stages that a model would have on workers without others; None: it needs or fits none."""
+
+    def fits(worker: Worker, footprint: Footprint) -> bool:
+        return footprint.least_bytes <= worker.promises.budget_bytes
+
+    if not fleet.capacity.must_stage(profile):
+        return None
+    return find_stages(fleet, profile, lambda index: index.budget, fits)
+
+
 def plan_pipeline(fleet: Fleet, profile: ModelProfile, is_open: Fits, most: Hold) -> PipelinePlan | None:
     """Return how to form a pipeline where `is_open` says so; None: not now.
 
