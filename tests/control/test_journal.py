@@ -276,6 +276,7 @@ FORMAT = {
     "Option": "worker queue_s load_s utilisation cost_s obstacle evict_s missing_bytes prompt_s "
     "cached_tokens",
     "PartBytes": "layer_bytes first_bytes last_bytes",
+    "PressureReported": "now_s worker model demand_tokens room_tokens",
     "Promise": "own_bytes workspace_bytes standing_bytes",
     "RefusePin": "model worker message",
     "Replacement": "node until_s",
@@ -285,7 +286,8 @@ FORMAT = {
     "Replica": (
         "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s has_served "
         "is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin is_pin_refused "
-        "notified_hold prefixes num_prompt_tokens max_kv_tokens prompts_until_s spare"
+        "notified_hold prefixes num_prompt_tokens max_kv_tokens demand_tokens room_tokens "
+        "prompts_until_s spare"
     ),
     "ReplicaState": "model worker facts running stages",
     "Request": (

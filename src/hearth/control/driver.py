@@ -387,6 +387,9 @@ class Driver:
                     self.post(
                         began(now_s, worker, model) if why is None else ended(now_s, worker, model, why)
                     )
+            case messages.ModelPressure(model, hosting, demand_tokens, room_tokens):
+                if self._hostings.get((worker, model)) == hosting:
+                    self.post(events.PressureReported(now_s, worker, model, demand_tokens, room_tokens))
             case messages.DeviceResidency(bytes_by_model):
                 self.post(events.DeviceReported(now_s, worker, bytes_by_model))
             case messages.Pong():

@@ -38,6 +38,7 @@ from hearth.policy.fleet.events import (
     ModelStopped,
     NodeDraining,
     NodeLost,
+    PressureReported,
     Reject,
     RejectReason,
     RequestArrived,
@@ -395,6 +396,12 @@ class World:
         if chosen := _pick(self._loading(), number):
             self.tell(LoadProgressed(self.now_s, chosen[1], chosen[0], number % 40))
 
+    def press(self, number: int) -> None:
+        """A replica reports how much KV it needs of room for 100 tokens."""
+        hosted = [(one.model.name, one.worker.name) for one in self.fleet.replicas() if one.is_ready]
+        if chosen := _pick(sorted(hosted), number):
+            self.tell(PressureReported(self.now_s, chosen[1], chosen[0], number % 7 * 50, 100))
+
     def begin_turn(self, number: int) -> None:
         if chosen := _pick(self._next_in_turn(), number):
             self.tell(TurnBegan(self.now_s, chosen[1], chosen[0]))
@@ -557,6 +564,7 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "progress": World.progress,
     "report": World.report,
     "report_device": World.report_device,
+    "press": World.press,
     "begin_turn": World.begin_turn,
     "end_turn": World.end_turn,
     "fail": World.fail,

@@ -43,6 +43,7 @@ from hearth.policy.fleet.events import (
     ModelStopped,
     NodeDraining,
     NodeLost,
+    PressureReported,
     Reject,
     RejectReason,
     RequestArrived,
@@ -73,6 +74,7 @@ from hearth.policy.fleet.failures import (
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.loading_pipelines import serve_while_loading
 from hearth.policy.fleet.machines import scale
+from hearth.policy.fleet.memory_pressure import record_pressure
 from hearth.policy.fleet.pins import grant_pins
 from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker, share_for_batch
@@ -174,6 +176,8 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
             if (reporter := fleet.workers.get(worker)) is not None:
                 record_report(fleet.models, reporter, bytes_by_model)
             return []
+        case PressureReported():
+            return record_pressure(fleet, event)
         case WorkerJoined():
             fleet.join(event)
             return refuse_hopeless(fleet)

@@ -246,6 +246,17 @@ class DeviceReported:
 
 
 @dataclass(frozen=True, slots=True)
+class PressureReported:
+    """How much KV a replica will need in a second, and how much it can have. Sent as that changes."""
+
+    now_s: float
+    worker: WorkerId  #: of a pipeline, the first member
+    model: ModelId
+    demand_tokens: int
+    room_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     now_s: float
 
@@ -271,6 +282,7 @@ Event = (
     | TurnEnded
     | ResidencyReported
     | DeviceReported
+    | PressureReported
     | TimerFired
 )
 
