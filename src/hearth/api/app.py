@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse
 
 from hearth.api.admin import model_routes, node_routes, service_routes
 from hearth.api.answers import Answers
@@ -15,11 +17,12 @@ from hearth.api.anthropic.routes import anthropic_routes
 from hearth.api.cors import AllowedOrigins
 from hearth.api.errors import ErrorBody, error_responses, on_hearth_error, on_http_error, on_invalid_body
 from hearth.api.exchange import Exchanges
-from hearth.api.guard import Guard
+from hearth.api.guard import DOCS_PATH, Guard
 from hearth.api.keys import key_routes
 from hearth.api.ollama.routes import ollama_routes
 from hearth.api.openai.adapters import adapter_routes
 from hearth.api.openai.routes import openai_routes
+from hearth.api.reference import api_page
 from hearth.api.responses.routes import response_routes
 from hearth.api.responses.store import ResponseStore
 from hearth.api.tokenize import tokenize_routes
@@ -28,6 +31,12 @@ from hearth.core.version import hearth_version
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
+
+
+#: The page of the API loads nothing and is in no frame.
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         version=hearth_version(),
         description="Many language models behind one endpoint that speaks OpenAI's, Anthropic's "
         "and Ollama's APIs.",
-        # These pages would load scripts from other sites, with the rights of this origin.
+        # FastAPI's pages would load scripts from other sites, with the rights of this origin.
         docs_url=None,
         redoc_url=None,
         responses=error_responses(ErrorBody),
@@ -54,6 +63,13 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
             RequestValidationError: on_invalid_body,
         },
         redirect_slashes=False,
+    )
+    page = cache(lambda: api_page(app.openapi()))
+    app.add_api_route(
+        DOCS_PATH,
+        lambda: HTMLResponse(page(), headers=_PAGE_HEADERS),
+        summary="The HTTP API as a page",
+        include_in_schema=False,
     )
     answers = Answers(gateway, limits.stream_heartbeat_s)
     routes = [*app.routes]

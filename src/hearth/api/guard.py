@@ -32,6 +32,7 @@ MAX_HEADER_BYTES = 32 << 10
 MAX_INCOMING_BODIES = 16
 #: Paths of probes, which need no key and are answered however many connections are open.
 OPEN_PATHS = frozenset(["/", "/health", "/livez", "/readyz", "/version"])
+DOCS_PATH = "/docs"  #: the same for all, so it needs no key, which a browser does not send
 #: Paths that show the whole service, including the load of other callers.
 NODES_PATH = "/hearth/nodes"  #: changes are for admins
 MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps", NODES_PATH])
@@ -106,7 +107,7 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> HearthError | None:
         """Return why a request is refused, or None. Stores the caller in the scope."""
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS or scope["path"] == DOCS_PATH:
             return None
         keys = _given_keys(headers)
         key = keys[0] if keys else ""

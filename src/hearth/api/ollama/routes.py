@@ -88,9 +88,7 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
     async def show_model(body: NamedModelBody, request: Request) -> Response:
         caller = caller_of(request)
         view = gateway.deployments.model(body.meant, caller)
-        return as_json(
-            show_object(view, (await gateway.prompts.tokenizer(view.name, caller)).chat_template_text)
-        )
+        return as_json(show_object(view, await gateway.prompts.tokenizer(view.name, caller)))
 
     @routes.get("/api/ps", summary="List the loaded models")
     async def list_residents(request: Request) -> Response:
@@ -114,7 +112,9 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
             return await load_or_unload(body, CHAT, request)
         await check_thinking(body, request)
         chat = await off_loop_if_large(request, body.chat_body)
-        return await answers.chat(chat, dialect_of(body.model, CHAT, request), request, body.ignored_fields)
+        return await answers.generation(
+            chat, dialect_of(body.model, CHAT, request), request, body.ignored_fields
+        )
 
     @routes.post("/api/generate", summary="Answer a prompt", responses=_STREAM_OR_JSON)
     async def generate(body: GenerateBody, request: Request) -> Response:
@@ -123,10 +123,10 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
             return await load_or_unload(body, GENERATE, request)
         await check_thinking(body, request)
         caller, ignored, context = caller_of(request), body.ignored_fields, body.context or ()
-        dialect = dialect_of(body.model, GENERATE, request, has_context=not body.raw)
-        if body.raw or not gateway.deployments.model(body.model, caller).has_chat_template:
-            return await answers.completion(body.raw_body(), dialect, request, ignored, context)
-        return await answers.chat(body.chat_body(), dialect, request, ignored, context)
+        dialect = dialect_of(body.model, GENERATE, request, has_context=not body.is_whole)
+        if body.is_whole or not gateway.deployments.model(body.model, caller).has_chat_template:
+            return await answers.generation(body.raw_body(), dialect, request, ignored, context)
+        return await answers.generation(body.chat_body(), dialect, request, ignored, context)
 
     @routes.post("/api/embed", summary="Embed texts")
     async def embed(body: EmbedBody, request: Request) -> Response:
@@ -198,7 +198,7 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
         if not body.has_no_keep_alive:
             least = {"model": body.model, "prompt": [0], "max_tokens": 1, "keep_alive": body.keep_alive}
             dialect = LoadDialect(format, body.model)
-            return await answers.completion(CompletionBody.model_validate(least), dialect, request)
+            return await answers.generation(CompletionBody.model_validate(least), dialect, request)
         view = gateway.deployments.model(body.model, caller)
         if not caller.has_role("admin"):
             raise Forbidden(
