@@ -173,7 +173,7 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
     @routes.post(CREATE_PATH, summary="Make a preset of a deployed model")
     async def create(body: CreateBody) -> Response:
         """Requires the role `admin`. `FROM`, `SYSTEM`, `TEMPLATE` and `PARAMETER` of a Modelfile."""
-        await gateway.put_preset(body.meant.removesuffix(LATEST), body.from_, body.preset())
+        await gateway.put_preset(body.meant.removesuffix(LATEST), body.base, body.preset())
         return as_json({"status": "success"})
 
     def refuse(path: str, method: str, instead: str) -> None:
@@ -183,6 +183,7 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
         routes.add_api_route(path, refused, methods=[method], summary=f"Refused: use {instead}")
 
     refuse("/api/push", "POST", "`hearth convert`, and upload its output")
+    refuse("/api/blobs/{digest}", "POST", "`hearth deploy FILE --name NAME`, and that name in `from`")
 
     async def check_thinking(body: OllamaChatBody | GenerateBody, request: Request) -> None:
         """Refuse as Ollama does: its clients then ask without."""
