@@ -62,9 +62,9 @@ MULTICAST_NODES, MULTICAST_BYTES, NUM_LAYERS = (2, 4, 8, 16, 64), 26 * 10**9, 28
 NUM_GPUS, WINDOW_S = 16, 1800.0
 #: Pairs of `service.first_token_target` and `keep_alive` for systems that start from a kept copy, for those
 #: that start from disk, and without load times.
-KEPT_DIALS = tuple(product((0.35, 0.5, 0.75), (0.25, 1.0)))
-DISK_DIALS = tuple(product((0.35, 0.5), (30.0, 60.0, 300.0)))
-NO_LOADS_DIALS = tuple(product((0.35, 0.5, 0.75, 1.0, 1.25), (0.0, 1.0)))
+KEPT_DIALS = tuple(product((0.35, 0.5, 0.75), (0.25,)))
+DISK_DIALS = tuple(product((0.35, 0.5, 0.75), (30.0, 60.0, 300.0)))
+NO_LOADS_DIALS = tuple(product((0.35, 0.5, 0.75, 1.0, 1.25), (0.0,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +203,7 @@ def compare(workload: Workload, num_processes: int) -> tuple[list[Row], list[dic
         for system, transfers in SYSTEMS.items()
         for dial in (KEPT_DIALS if transfers.is_origin_kept else DISK_DIALS)
     ]
-    runs += [Run(NO_LOADS, workload, *dial) for dial in NO_LOADS_DIALS]
-    runs += [Run(CLAIRVOYANT, workload, *dial) for dial in NO_LOADS_DIALS if not dial[1]]
+    runs += [Run(system, workload, *dial) for system in (NO_LOADS, CLAIRVOYANT) for dial in NO_LOADS_DIALS]
     done: list[tuple[Run, SimulationReport]] = []
     with ProcessPoolExecutor(num_processes) as processes:
         for run, report in zip(runs, processes.map(Run.simulate, runs), strict=True):
