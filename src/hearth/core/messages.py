@@ -113,6 +113,7 @@ class KeeperSetup(Struct, frozen=True):
     agent_socket: str | None = None  #: where it asks for chunks of other nodes; None: there are none
     peers_socket: str | None = None  #: where it takes connections of other nodes from the agent
     credentials: str | None = None  #: the directory of this node's certificate and key; None: no cluster
+    max_send_bytes: int | None = None  #: as in ClusterConfig
 
 
 class ProcessAnswer(Struct, frozen=True):
