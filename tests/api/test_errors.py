@@ -208,7 +208,7 @@ def test_errors_of_every_route_are_as_documented(gateway: FakeGateway) -> None:
     for operation in (found.ok() for found in schema.get_all_operations()):
         method, path = operation.method.upper(), operation.path
         refused = {
-            405: request(gateway, "PATCH", path, headers=admin),
+            405: request(gateway, "PUT", path, headers=admin),
             413: request(
                 gateway, method, path, headers=admin | {"content-length": str(1 << 30)}, content=" "
             ),
