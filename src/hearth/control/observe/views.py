@@ -264,6 +264,28 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request in a list; `Explanation` has the details."""
+
+    request_id: str
+    client_request_id: str | None
+    model: str  #: that was asked for, be it an adapter
+    worker: str | None  #: the last one
+    phase: str  #: queued, loading, prefill, decode, paused; in the end its outcome
+    is_ended: bool
+    arrived_at_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    queue_s: float | None  #: None: it is not over
+    tier: str | None  #: the slowest that its load read; None: it did not wait for a load
+    first_token_s: float | None
+    total_s: float | None
+    why: str | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     status: str  #: ok, starting, failing: no worker comes up, draining
     num_workers: int
