@@ -200,7 +200,9 @@ def check_parses(command: Command) -> None:
 def routes() -> list[re.Pattern[str]]:
     """The paths that a service answers."""
     paths = create_app(Mock(), ApiLimits(1, 1.0, 0)).openapi()["paths"]  # the gateway is asked nothing
-    return [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(path))) for path in [*paths, "/openapi.json"]]
+    return [
+        re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(path))) for path in [*paths, "/openapi.json", "/docs"]
+    ]
 
 
 def check_route(command: Command) -> None:

@@ -3,16 +3,20 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hearth.api import answer as answer_module
-from hearth.control.requests.generation import AnswerStream
-from hearth.core.types import FinishReason, PromptLogprobs, PromptReading
+from hearth.control.requests.generation import AnswerStream, InfillPrompt
+from hearth.core.types import FinishReason, PromptLogprobs, PromptReading, TokenLogprobs
 from hearth.text.detokenizer import prompt_text
+from hearth.text.infill import MARKS
 from hearth.text.tokenizer import Tokenizer
 from tests.api.conftest import complete, events
 from tests.api.fake import FakeGateway, tokens_of, with_logprobs
+from tests.text.conftest import byte_level
 
 
 def test_an_answer_has_the_shape_of_openais(gateway: FakeGateway) -> None:
@@ -244,8 +248,11 @@ def test_prompt_logprobs_are_told_as_vllm_does_and_computed_once_for_all_answers
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"suffix": "end"}, "`suffix` is not supported"),
-        ({"best_of": 3}, "`best_of` must be equal to `n`: 1, given: 3"),
+        ({"suffix": "end"}, "the tokenizer of `tiny` has no token for it: `<|fim_prefix|>`"),
+        ({"suffix": "end", "echo": True}, "`suffix` and `echo` cannot be combined"),
+        ({"n": 3, "best_of": 2}, "`best_of` must be at least `n`: 3, given: 2"),
+        ({"best_of": 2, "stream": True}, "`best_of` above `n`: 1 cannot be streamed, given: 2"),
+        ({"prompt": ["a"] * 100, "best_of": 3}, "`best_of` must be at most 256, given: 100 times 3"),
         ({"echo": True, "logprobs": 1, "stream": True}, "`echo` with `logprobs`"),
         ({"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` cannot be streamed"),
         ({"prompt_logprobs": 21}, "`prompt_logprobs`: input should be less than or equal to 20"),
@@ -268,3 +275,47 @@ def test_what_is_not_supported_is_refused(
 
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
+
+
+def test_the_best_of_several_answers_are_returned(gateway: FakeGateway) -> None:
+    """The best by the mean logprob of their tokens. All of them are counted."""
+
+    def script(stream: AnswerStream) -> None:
+        index = len(gateway.streams) - 1
+        worse = TokenLogprobs(-1.0 - index % 3, ())
+        stream.put([replace(one, logprobs=worse) for one in tokens_of(*"abc"[: index % 3], str(index))])
+
+    gateway.script = script
+    answer = complete(gateway, prompt=["Hi", "Ho"], n=2, best_of=3).json()
+
+    assert [choice["text"] for choice in answer["choices"]] == ["0", "a1", "3", "a4"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 2 * (1 + 2 + 3)
+    assert answer["usage"]["prompt_tokens"] == 2 * 5
+
+
+@pytest.fixture
+def coder(tmp_path: Path) -> FakeGateway:
+    """A model that can fill in the middle, as Qwen2.5-Coder."""
+    backend = byte_level()
+    backend.add_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return FakeGateway(Tokenizer.load(tmp_path))
+
+
+def test_a_suffix_asks_for_the_text_between(coder: FakeGateway) -> None:
+    answer = complete(coder, prompt=["def ", "if "], suffix="():", stop_token_ids=[7]).json()
+
+    assert [choice["text"] for choice in answer["choices"]] == ["Hello", "Hello"]
+    assert [request.prompt for request in coder.requests] == [
+        InfillPrompt(MARKS[0], prefix, "():") for prefix in ("def ", "if ")
+    ]
+    assert coder.requests[0].sampling.stop_ids == (7, coder.tokenizer_.token_id("<|fim_pad|>"))
+
+
+def test_a_suffix_needs_a_prompt_of_text(coder: FakeGateway) -> None:
+    response = complete(coder, prompt=[1, 2], suffix="end")
+
+    assert response.status_code == 400
+    assert "`suffix` needs a `prompt` that is text, given: token ids" in response.json()["error"]["message"]

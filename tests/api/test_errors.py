@@ -187,7 +187,7 @@ def test_wrong_addresses_get_the_error_object_too(
 def test_each_api_has_errors_in_its_own_words(gateway: FakeGateway) -> None:
     told = {path: request(gateway, "GET", path).json() for path in ("/v1/x", "/v1/messages/x", "/api/x")}
 
-    message = "no route `{}`; `/openapi.json` lists all routes"
+    message = "no route `{}`; `/docs` lists all routes"
     error = {"type": "invalid_request_error", "param": None, "code": "not_found"}
     assert told == {
         "/v1/x": {"error": {"message": message.format("/v1/x"), **error}},
@@ -199,6 +199,27 @@ def test_each_api_has_errors_in_its_own_words(gateway: FakeGateway) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/chat/completions", "/v1/chat/completions"),
+        ("POST", "/v1/v1/messages", "/v1/messages"),
+        ("POST", "/v1/api/chat", "/api/chat"),
+        ("GET", "/tags", "/api/tags"),
+        ("GET", "/chat/completions", None),  # as no route of that path takes GET
+        ("GET", "/v1", None),
+    ],
+)
+def test_a_wrong_base_url_is_told_the_route(
+    gateway: FakeGateway, method: str, path: str, meant: str | None
+) -> None:
+    response = request(gateway, method, path)
+
+    assert response.status_code == 404
+    nearest = f"; did you mean `{meant}`?" if meant else "; `/docs` lists"
+    assert f"no route `{path}`{nearest}" in response.text
+
+
 def test_errors_of_every_route_are_as_documented(gateway: FakeGateway) -> None:
     """Errors that need no example of a route's own, in each way in which errors are made."""
     schema = schemathesis.openapi.from_dict(app_of(gateway).openapi())
@@ -208,7 +229,7 @@ def test_errors_of_every_route_are_as_documented(gateway: FakeGateway) -> None:
     for operation in (found.ok() for found in schema.get_all_operations()):
         method, path = operation.method.upper(), operation.path
         refused = {
-            405: request(gateway, "PATCH", path, headers=admin),
+            405: request(gateway, "PUT", path, headers=admin),
             413: request(
                 gateway, method, path, headers=admin | {"content-length": str(1 << 30)}, content=" "
             ),
@@ -238,6 +259,7 @@ def test_routes_that_answer_with_text_are_documented_so(gateway: FakeGateway) ->
     [
         ("/v1/models", "GET, HEAD, OPTIONS"),
         ("/v1/chat/completions", "POST, OPTIONS"),
+        ("/hearth/keys/ann", "PATCH, DELETE, OPTIONS"),
         ("/hearth/models", "GET, POST, HEAD, OPTIONS"),
         ("/hearth/models/tiny", "GET, DELETE, HEAD, OPTIONS"),
         ("/openapi.json", "GET, HEAD, OPTIONS"),
@@ -246,10 +268,10 @@ def test_routes_that_answer_with_text_are_documented_so(gateway: FakeGateway) ->
 def test_a_method_that_is_not_taken_is_told_all_that_are(
     gateway: FakeGateway, path: str, allowed: str
 ) -> None:
-    refused, asked = (request(gateway, method, path) for method in ("PATCH", "OPTIONS"))
+    refused, asked = (request(gateway, method, path) for method in ("PUT", "OPTIONS"))
 
     assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
-    assert f"takes {allowed}, given: PATCH" in refused.json()["error"]["message"]
+    assert f"takes {allowed}, given: PUT" in refused.json()["error"]["message"]
     assert (asked.status_code, asked.headers["allow"], asked.content) == (204, allowed, b"")
 
 

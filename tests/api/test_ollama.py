@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,12 +15,14 @@ from hearth.api.ollama.models import show_object
 from hearth.control.deploy.preset import Preset
 from hearth.control.observe.views import Explanation, ProcessView, ResidentView, TimelineSpan, WorkerView
 from hearth.control.requests.caller import Caller
-from hearth.control.requests.generation import AnswerStream, ChatPrompt
+from hearth.control.requests.generation import AnswerStream, ChatPrompt, InfillPrompt
 from hearth.core.errors import EngineFailed
 from hearth.core.types import FinishReason, PromptReading
+from hearth.text.infill import MARKS
 from hearth.text.tokenizer import Tokenizer
 from tests.api.conftest import request
 from tests.api.fake import MODEL, FakeGateway, FakeKeys, tokens_of
+from tests.text.conftest import byte_level
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -171,7 +174,7 @@ def test_a_prompt_may_follow_the_context_of_an_earlier_answer(gateway: FakeGatew
 
 def test_a_prompt_follows_its_context_without_a_template_too(gateway: FakeGateway) -> None:
     bare = replace(MODEL, has_chat_template=False)
-    gateway.model = lambda name, caller: bare  # type: ignore[method-assign] # the script of this test
+    gateway.model = lambda *asked: bare  # type: ignore[method-assign] # the script of this test
     assert generate(gateway, context=[7, 8], stream=False).status_code == 200
 
     (asked,) = gateway.requests
@@ -210,6 +213,22 @@ def test_models_are_listed_under_all_their_names(gateway: FakeGateway) -> None:
     assert (first["details"]["family"], first["details"]["families"]) == ("llama", ["llama"])
 
 
+def test_a_suffix_asks_for_the_text_between(tmp_path: Path) -> None:
+    """Without the chat template, as with Ollama's templates for it."""
+    backend = byte_level()
+    backend.add_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    coder = FakeGateway(Tokenizer.load(tmp_path))
+
+    answer = generate(coder, prompt="def ", suffix="():", stream=False).json()
+    refused = generate(coder, prompt="def ", suffix="():", system="Be brief.")
+
+    assert answer["response"] == "Hello"
+    assert coder.requests[0].prompt == InfillPrompt(MARKS[1], "def ", "():")
+    assert "`suffix` takes a prompt that is whole, and no `system`" in refused.json()["error"]
+    assert show_object(MODEL, coder.tokenizer_)["capabilities"] == ["completion", "insert", "embedding"]
+
+
 def test_a_model_is_shown_with_what_it_can_do(tokenizers: dict[str, Tokenizer]) -> None:
     shown = request(FakeGateway(tokenizers["hermes"]), "POST", "/api/show", {"name": "tiny"}).json()
 
@@ -217,7 +236,6 @@ def test_a_model_is_shown_with_what_it_can_do(tokenizers: dict[str, Tokenizer]) 
     assert shown["details"]["family"] == shown["model_info"]["general.architecture"] == "llama"
     assert shown["model_info"]["llama.context_length"] == 2048
     assert shown["template"] == tokenizers["hermes"].chat_template_text
-    assert show_object(MODEL, None)["capabilities"] == ["completion", "embedding"]
 
 
 def test_models_that_are_loaded_are_listed_to_monitors(gateway: FakeGateway) -> None:
@@ -339,7 +357,7 @@ def test_create_makes_a_preset_that_show_tells(gateway: FakeGateway) -> None:
     preset = Preset(system="Arr.", temperature=0.2, max_tokens=64, stop=("\n",))
     assert gateway.presets == {"pirate": preset}
 
-    shown = show_object(replace(MODEL, name="pirate", base="tiny", preset=preset), None)
+    shown = show_object(replace(MODEL, name="pirate", base="tiny", preset=preset), gateway.tokenizer_)
     assert shown["system"] == "Arr."
     assert shown["modelfile"] == (
         "# deployed with Hearth\nFROM tiny\nPARAMETER temperature 0.2\nPARAMETER num_predict 64\n"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import os
 import signal
 import termios
@@ -38,7 +37,7 @@ class Terminal:
 
 
 class Talk:
-    """`hearth chat` with lines from a pipe, or typed at a terminal."""
+    """`hearth run` with lines typed at a terminal."""
 
     def __init__(
         self, hearth: Hearth, service: FakeService, monkeypatch: pytest.MonkeyPatch, terminal: Terminal
@@ -46,12 +45,10 @@ class Talk:
         self._hearth, self._service, self._monkeypatch = hearth, service, monkeypatch
         self._terminal = terminal
 
-    def __call__(self, *lines: str, flags: tuple[str, ...] = (), is_terminal: bool = False) -> Outcome:
-        text = "".join(f"{line}\n" for line in lines)
-        if is_terminal:
-            self._terminal.type(text + CTRL_D)
-        self._monkeypatch.setattr("sys.stdin", self._terminal.stdin if is_terminal else io.StringIO(text))
-        return self._hearth("chat", "smol", "--url", self._service.url, *flags)
+    def __call__(self, *lines: str, flags: tuple[str, ...] = ()) -> Outcome:
+        self._terminal.type("".join(f"{line}\n" for line in lines) + CTRL_D)
+        self._monkeypatch.setattr("sys.stdin", self._terminal.stdin)
+        return self._hearth("run", "smol", "--url", self._service.url, *flags)
 
 
 @pytest.fixture
@@ -85,10 +82,10 @@ def messages(service: FakeService) -> list[list[tuple[str, str]]]:
     return [[(m["role"], m["content"]) for m in body["messages"]] for body in bodies]  # type: ignore[index]
 
 
-def test_every_line_of_a_pipe_is_a_message_with_all_before(talk: Talk, service: FakeService) -> None:
+def test_every_line_is_a_message_with_all_before(talk: Talk, service: FakeService) -> None:
     shown = talk("hello", "", "why?")
 
-    assert (shown.code, shown.out) == (0, f"{ANSWER}\n{ANSWER}\n")
+    assert (shown.code, shown.out.count(f"{ANSWER}\n")) == (0, 2)
     assert messages(service) == [
         [("user", "hello")],
         [("user", "hello"), ("assistant", ANSWER), ("user", "why?")],
@@ -101,27 +98,21 @@ def test_clear_forgets_all_but_the_system_message(talk: Talk, service: FakeServi
     assert messages(service) == [[system, ("user", "one")], [system, ("user", "two")]]
 
 
-def test_exit_ends_before_the_pipe_does(talk: Talk, service: FakeService) -> None:
+def test_exit_ends_before_the_lines_do(talk: Talk, service: FakeService) -> None:
     assert talk("one", "/exit", "two").code == 0
     assert len(messages(service)) == 1
 
 
 def test_help_shows_the_commands_of_a_talk(talk: Talk, service: FakeService) -> None:
-    shown = talk("/help", "/?", "/bye", is_terminal=True)
+    shown = talk("/help", "/?", "/bye")
     assert " ".join(shown.err.split()).count("/clear starts over") == 3
     assert "unknown command" not in shown.err
     assert messages(service) == []
 
 
-def test_an_error_ends_a_pipe_with_its_exit_code(talk: Talk, service: FakeService) -> None:
-    service.models = []
-    shown = talk("one")
-    assert (shown.code, shown.out) == (3, "")
-
-
-def test_at_a_terminal_an_error_is_told_and_the_talk_goes_on(talk: Talk, service: FakeService) -> None:
+def test_an_error_is_told_and_the_talk_goes_on(talk: Talk, service: FakeService) -> None:
     service.breaks_after = 1
-    shown = talk("one", "/what", "two", is_terminal=True)
+    shown = talk("one", "/what", "two")
 
     assert shown.code == 0
     assert shown.err.replace("\n", " ").count("stopped in the middle of its answer") == 2
@@ -143,7 +134,7 @@ def test_ctrl_c_stops_an_answer_and_what_was_said_counts(
 
     monkeypatch.setattr(Client, "chat", interrupted)
 
-    shown = talk("one", "two", is_terminal=True)
+    shown = talk("one", "two")
 
     assert shown.code == 0
     assert "(stopped)" in shown.err
@@ -170,7 +161,7 @@ def test_what_is_typed_during_an_answer_is_shown_and_sent_after_it(
     monkeypatch.setattr("sys.stdin", terminal.stdin)
     terminal.type("one\n")
 
-    assert hearth("chat", "smol", "--url", service.url).code == 0
+    assert hearth("run", "smol", "--url", service.url).code == 0
 
     assert set(was_shown) == {False}
     assert terminal.shows_typing

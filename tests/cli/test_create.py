@@ -42,7 +42,7 @@ def test_a_modelfile_becomes_a_preset_of_a_deployed_model(
     made = hearth("create", "pirate", "-f", str(pirate))
 
     assert (made.code, made.out) == (0, "created pirate: preset of tiny\n")
-    assert made.err.startswith("note: `num_ctx` is ignored")
+    assert made.err.startswith("note: `PARAMETER num_ctx` is ignored")
     view = local_models.find(data_dir, "pirate")
     system = 'You are a pirate.\nSay "arr".'
     assert view.preset == Preset(system=system, temperature=0.0, stop=("Ahoy\n", "<|end|>"))

@@ -120,7 +120,7 @@ def test_the_demo_says_how_to_ask_the_service_that_it_leaves_running(
     shown = hearth("demo").out
 
     assert f"  '{program}' ps --data-dir {data_dir}\n" in shown
-    assert f"  '{program}' chat tiny --data-dir {data_dir}\n" in shown
+    assert f"  '{program}' run tiny --data-dir {data_dir}\n" in shown
 
     monkeypatch.setenv("PATH", str(program.parent))
 

@@ -36,6 +36,11 @@ def test_an_alias_is_the_command_that_it_stands_for(hearth: Hearth, alias: str, 
     assert (shown.code, shown.out) == (0, hearth(name, *words).out)
 
 
+def test_help_of_a_command_is_its_own(hearth: Hearth) -> None:
+    assert hearth("help", "ls").out == hearth("list", "--help").out
+    assert hearth("help", "keys", "add").out == hearth("keys", "add", "--help").out
+
+
 @pytest.mark.parametrize("word", INSTEAD)
 def test_a_foreign_command_or_flag_is_answered_in_a_line(hearth: Hearth, word: str) -> None:
     words = ("serve", "m", f"{word}=3") if word.startswith("-") else (word, "something", "--flag")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,6 @@ from hearth.cli import run
 from hearth.cli.client import AnswerDelta
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.preset import Preset
-from hearth.core.types import SamplingParams
-from hearth.text.chat_template import Message
 from tests.cli.fake_service import MODEL, FakeService
 from tests.cli.shell import Hearth
 from tests.cli.test_chat import Terminal
@@ -159,24 +157,19 @@ def test_how_to_explain_an_answer_names_the_service_as_it_was_named(
         assert "`hearth explain r1` shows" in hearth("run", "smol", "hi").err
 
 
-@pytest.mark.parametrize("command", [("run", "smol", "hi"), ("chat", "smol")])
 def test_who_may_not_name_the_directory_by_settings_is_told_how_to(
-    hearth: Hearth,
-    tmp_path: Path,
-    service: FakeService,
-    monkeypatch: pytest.MonkeyPatch,
-    command: tuple[str, ...],
+    hearth: Hearth, tmp_path: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEARTH_DATA_DIR", raising=False)
     with DataDir.hold(tmp_path / "data") as held:
         service.announce(held)
-        shown = hearth(*command, "--set", f"service.data_dir={held.path}")
+        shown = hearth("run", "smol", "hi", "--set", f"service.data_dir={held.path}")
     assert shown.code == 2
     told = " ".join(shown.err.split())
     assert f"drop it and pass `--data-dir {held.path}`" in told
 
 
-@pytest.mark.parametrize("command", [("run", "./m", "hi"), ("chat", "./m"), ("show", "./m")])
+@pytest.mark.parametrize("command", [("run", "./m", "hi"), ("show", "./m")])
 def test_a_service_is_not_named_for_a_model_that_is_read_here(
     hearth: Hearth, service: FakeService, command: tuple[str, ...]
 ) -> None:
@@ -236,30 +229,36 @@ def test_a_name_may_look_like_a_path_where_there_is_none(
     assert "`org/smol:7b` is read in this process" in shown.err
 
 
+def test_a_system_prompt_comes_first(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
+    assert hearth("run", "smol", "hi", "--system", "Be brief.", "--url", service.url).code == 0
+    raw = hearth("run", "smol", "hi", "--system", "Be brief.", "--raw", "--url", service.url)
+
+    (body,) = service.bodies("/v1/chat/completions")
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    ]
+    assert raw.code == 2
+    assert "`--system` needs a chat template" in raw.err
+
+
 class SlowAnswerer:
     """Begins its stream at once, sends text after 5 s and ends after 7 s by `now_s`."""
 
-    has_chat_template = True
     now_s = 0.0
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[AnswerDelta, None, None]:
+    def chat(self) -> Iterator[AnswerDelta]:
         yield AnswerDelta("")
         self.now_s = 5.0
         yield AnswerDelta("The sky")
         self.now_s = 7.0
         yield AnswerDelta("", "stop")
 
-    def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
-        raise AssertionError("it has a chat template")
-
-    def wait_loaded(self) -> None:
-        return None
-
 
 def test_the_first_token_is_not_the_begin_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     answerer = SlowAnswerer()
     monkeypatch.setattr("hearth.cli.run.time.perf_counter", lambda: answerer.now_s)
 
-    answer = run._answer(answerer, "hi", SamplingParams(), is_chat=True, quiet=True)
+    answer = run._timed(answerer.chat(), quiet=True)
 
     assert (answer.first_token_s, answer.total_s) == (5.0, 7.0)

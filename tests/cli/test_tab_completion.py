@@ -13,8 +13,8 @@ from tests.cli.shell import Completed, Hearth, variables_of_bash
 
 
 def test_names_of_deployed_models_are_offered(data_dir: Path, tiny: Path, completed: Completed) -> None:
-    assert completed("hearth chat t", data_dir) == ["tiny"]
-    assert completed("hearth chat x", data_dir) == []
+    assert completed("hearth run t", data_dir) == ["tiny"]
+    assert completed("hearth run x", data_dir) == []
 
 
 def test_keys_and_their_groups_are_offered(data_dir: Path, tmp_path: Path, completed: Completed) -> None:
@@ -31,24 +31,24 @@ def test_keys_and_their_groups_are_offered(data_dir: Path, tmp_path: Path, compl
 def test_the_models_of_the_service_that_was_named_are_offered(
     data_dir: Path, tiny: Path, service: FakeService, completed: Completed
 ) -> None:
-    assert completed(f"hearth chat --url {service.url} ", data_dir) == ["smol"]
-    assert completed("hearth chat --url http://127.0.0.1:1 ", data_dir) == []
-    assert completed("hearth chat --url http://[::1 ", data_dir) == []
+    assert completed(f"hearth run --url {service.url} ", data_dir) == ["smol"]
+    assert completed("hearth run --url http://127.0.0.1:1 ", data_dir) == []
+    assert completed("hearth run --url http://[::1 ", data_dir) == []
     assert [path for _, path, _ in service.asked] == ["/hearth/models"]
 
 
 def test_the_models_of_the_directory_that_was_named_are_offered(
     data_dir: Path, tiny: Path, tmp_path: Path, completed: Completed
 ) -> None:
-    assert completed(f"hearth chat --data-dir {data_dir} ", tmp_path) == ["tiny"]
-    assert completed(f"hearth chat --data-dir {tmp_path} ", data_dir) == []
+    assert completed(f"hearth run --data-dir {data_dir} ", tmp_path) == ["tiny"]
+    assert completed(f"hearth run --data-dir {tmp_path} ", data_dir) == []
 
 
 def test_commands_are_offered(data_dir: Path, completed: Completed) -> None:
     assert completed("hearth ex", data_dir) == ["explain"]
 
 
-@pytest.mark.parametrize(("line", "offered"), [("hearth ex", "explain"), ("hearth chat t", "tiny")])
+@pytest.mark.parametrize(("line", "offered"), [("hearth ex", "explain"), ("hearth run t", "tiny")])
 def test_a_process_offers_the_same(line: str, offered: str, data_dir: Path, tiny: Path) -> None:
     """It imports only what the command needs."""
     environment = {

@@ -24,7 +24,7 @@ HIDDEN_SIZE, INTERMEDIATE_SIZE = 64, 112
 #: The tokenizer of SmolLM2 as files by name. To read it out of the GGUF file again would take seconds.
 _texts: dict[str, bytes] = {}
 
-TEMPLATE = "chat_template.jinja"
+TEMPLATE, TOKENIZER = "chat_template.jinja", "tokenizer.json"
 #: As in Qwen and the models of Nous Research.
 HERMES_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -67,17 +67,31 @@ def write_smollm2(directory: Path) -> Path:
 
 
 def write_with_template(plain: Path, directory: Path, source: str = HERMES_TEMPLATE) -> Path:
-    """A converted model once more, with another chat template. The weights are the same file."""
+    """A converted model once more, with another chat template."""
+    return write_with_text(plain, directory, TEMPLATE, source)
+
+
+def write_with_marks(plain: Path, directory: Path) -> Path:
+    """A converted model once more, with StarCoder's tokens for filling in the middle in place of others."""
+    names = {"issue_start": "fim_prefix", "issue_comment": "fim_suffix", "issue_closed": "fim_middle"}
+    text = (plain / TOKENIZER).read_text(encoding="utf-8")
+    for old, new in names.items():
+        text = text.replace(f"<{old}>", f"<{new}>")
+    return write_with_text(plain, directory, TOKENIZER, text)
+
+
+def write_with_text(plain: Path, directory: Path, name: str, text: str) -> Path:
+    """A converted model once more, with another text file. The weights are the same file."""
     directory.mkdir(parents=True)
-    template = source.encode()
+    content = text.encode()
     manifest = read_manifest(plain)
     for file in manifest.files:
         os.link(plain / file.name, directory / file.name)
     os.link(plain / WEIGHTS, directory / WEIGHTS)
-    (directory / TEMPLATE).unlink()
-    (directory / TEMPLATE).write_bytes(template)
-    changed = TextFile(TEMPLATE, digest_of(template), len(template))
-    kept = tuple(changed if file.name == TEMPLATE else file for file in manifest.files)
+    (directory / name).unlink()
+    (directory / name).write_bytes(content)
+    changed = TextFile(name, digest_of(content), len(content))
+    kept = tuple(changed if file.name == name else file for file in manifest.files)
     (directory / MANIFEST).write_text(replace(manifest, files=kept).to_json(), encoding="utf-8")
     return directory
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import openai
 import pytest
-from openai.types import Completion
+from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 
 from tests.service.harness import Service
@@ -125,6 +125,21 @@ def test_several_choices_of_one_prompt_differ_and_are_counted(client: openai.Ope
     assert answer.choices[0].message.content != answer.choices[1].message.content
     assert answer.usage is not None
     assert answer.usage.completion_tokens <= 16
+
+
+@pytest.mark.client("openai", "`best_of`")
+def test_the_best_of_several_choices_is_the_likeliest_of_them(client: openai.OpenAI) -> None:
+    same = {"temperature": 1.5, "seed": 3, "logprobs": 0}
+    all_of_them = complete(client, "The sky is", n=4, **same).choices
+    (best,) = complete(client, "The sky is", best_of=4, **same).choices
+
+    def mean(choice: CompletionChoice) -> float:
+        assert choice.logprobs is not None
+        logprobs = [one for one in choice.logprobs.token_logprobs or () if one is not None]
+        return sum(logprobs) / len(logprobs)
+
+    assert best.text == max(all_of_them, key=mean).text
+    assert len({choice.text for choice in all_of_them}) == 4
 
 
 @pytest.mark.client("openai", "several prompts")

@@ -181,7 +181,7 @@ class Answer(Response):
             reading = streams[index - index % self._spec.num_answers].reading
             choices.append(Choice(stream, deltas, echo, text, calls, reasoning, reading))
         usage = TokenUsage.of(streams, self._spec.num_answers)
-        spell = partial(_spell, self._spec.dialect.whole(self._spec, choices, usage))
+        spell = partial(_spell, self._spec.dialect.whole(self._spec, self._spec.best(choices), usage))
         num_bytes = sum(stream.reading.num_bytes for stream in streams if stream.reading is not None)
         return await asyncio.to_thread(spell) if num_bytes > MANY_BYTES else spell()
 

@@ -41,27 +41,15 @@ class Answers:
         self._gateway = gateway
         self._heartbeat_s = heartbeat_s
 
-    async def completion(
+    async def generation(
         self,
-        body: CompletionBody,
+        body: ChatBody | CompletionBody,
         dialect: Dialect,
         request: Request,
         ignored_fields: tuple[str, ...] | None = None,
         follows: Sequence[int] = (),
     ) -> Answer:
         """`ignored_fields`: those of the client's own body. `follows`: tokens of an earlier conversation."""
-        _check_pin(body, request)
-        body = self._preset(body, request)
-        return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields, follows)
-
-    async def chat(
-        self,
-        body: ChatBody,
-        dialect: Dialect,
-        request: Request,
-        ignored_fields: tuple[str, ...] | None = None,
-        follows: Sequence[int] = (),
-    ) -> Answer:
         _check_pin(body, request)
         body = self._preset(body, request)
         tokenizer = await self._gateway.prompts.tokenizer(body.model, caller_of(request))

@@ -23,7 +23,7 @@ from hearth.api.unread_fields import (
     UnsupportedField,
     refused,
 )
-from hearth.control.requests.generation import ChatPrompt, GenerationRequest
+from hearth.control.requests.generation import GenerationRequest, Prompt
 from hearth.core.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
 from hearth.core.errors import BadSampling, ConfigError
 from hearth.core.types import (
@@ -313,7 +313,7 @@ class Body(GenerationBody):
 
     def requests(
         self,
-        prompts: Sequence[str | list[int] | ChatPrompt],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams,
         guide: GuideSpec | None,
     ) -> list[GenerationRequest]:

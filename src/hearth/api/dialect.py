@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from math import inf
+from statistics import fmean
 from typing import Protocol, TypeAlias
 
 from hearth.control.requests.generation import AnswerStream, GenerationRequest, TokenDelta
@@ -54,6 +56,11 @@ class Choice:
         assert reason is not None, "the choice has ended"
         return reason
 
+    @property
+    def mean_logprob(self) -> float:
+        """The mean over all tokens, whose logprobs were requested."""
+        return fmean([one.logprobs.logprob for one in self.deltas if one.logprobs] or [-inf])
+
 
 class AnswerEvents(Protocol):
     """Formats one answer as a stream. Mutable. Empty bytes are not sent."""
@@ -96,15 +103,26 @@ class ToolUse:
 class AnswerSpec:
     dialect: Dialect
     requests: list[GenerationRequest]  #: one per choice; the choices of a prompt are consecutive
-    num_answers: int  #: choices per prompt
+    num_answers: int  #: choices per prompt that are generated
     is_stream: bool
+    num_returned: int | None = None  #: those with the best mean logprob; None: all
+    shows_logprobs: bool = True  #: False: they only rank the choices
     tool_use: ToolUse | None = None
     is_echo: bool = False  #: answers begin with their prompt
     ignored_fields: tuple[str, ...] = ()  #: by the client's names
 
+    def best(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Return the choices that are returned: of each prompt, those with the best mean logprob."""
+        if self.num_returned in (None, self.num_answers):
+            return list(choices)
+        prompts = range(0, len(choices), self.num_answers)
+        of_prompts = (choices[begin : begin + self.num_answers] for begin in prompts)
+        ranked = (sorted(one, key=lambda choice: -choice.mean_logprob) for one in of_prompts)
+        return [choice for one in ranked for choice in one[: self.num_returned]]
+
     @property
     def has_logprobs(self) -> bool:
-        return self.requests[0].sampling.logprobs is not None
+        return self.shows_logprobs and self.requests[0].sampling.logprobs is not None
 
     @property
     def reasoning(self) -> ReasoningUse | None:

@@ -95,25 +95,36 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     path, method = request.url.path, request.method
     match error.status_code:
         case 404:
-            message = f"no route `{path}`; `/openapi.json` lists all routes"
+            meant = _meant(request)
+            nearest = "" if meant is None else f"did you mean `{meant}`? "
+            message = f"no route `{path}`; {nearest}`/docs` lists all routes"
         case 405:
             allowed = ", ".join(_allowed_methods(request))
             if method == "OPTIONS":
                 return Response(status_code=204, headers={"allow": allowed})
-            message = f"`{path}` takes {allowed}, given: {method}; `/openapi.json` lists all routes"
+            message = f"`{path}` takes {allowed}, given: {method}; `/docs` lists all routes"
             return error_response(405, message, headers={"allow": allowed})
         case _:
             message = str(error.detail)
     return error_response(error.status_code, message, headers=error.headers)
 
 
+def _has_route(request: Request, path: str, method: str) -> bool:
+    at = {"type": "http", "path": path, "root_path": "", "method": method}
+    return any(route.matches(at)[0] is Match.FULL for route in request.app.routes)
+
+
+def _meant(request: Request) -> str | None:
+    """Return the route that clients miss with a base URL that lacks `/v1`, or has it twice or in vain."""
+    path = request.scope["path"]
+    others = (f"/v1{path}", path.removeprefix("/v1"), f"/api{path}")
+    known = (one for one in others if one not in ("", "/") and _has_route(request, one, request.method))
+    return next(known, None)
+
+
 def _allowed_methods(request: Request) -> list[str]:
-    at = {"type": "http", "path": request.scope["path"], "root_path": ""}
-    methods = [
-        method
-        for method in ("GET", "POST", "DELETE")
-        if any(route.matches({**at, "method": method})[0] is Match.FULL for route in request.app.routes)
-    ]
+    path = request.scope["path"]
+    methods = [method for method in ("GET", "POST", "PATCH", "DELETE") if _has_route(request, path, method)]
     return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
 
 

@@ -193,7 +193,6 @@ MESSAGES = {
 OLLAMA = {
     **_fields("images", [], instead="send text"),
     **_fields("template", "", instead="send `raw` with the complete prompt"),
-    **_fields("suffix", "", instead="put it into the prompt and send `raw`"),
     **_fields("logprobs top_logprobs", False, 0, instead=_BY_CHAT),
     **_fields("tool_choice", "auto", instead=_BY_CHAT),
 }

@@ -1,4 +1,4 @@
-"""The answer sources of `hearth run` and `hearth chat`: a running service, or a model in this process."""
+"""The answer sources of `hearth run`: a running service, or a model in this process."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from hearth.node.template_process import TemplateProcess
 #: The commands of each module, in the order of the help.
 MODULES: Mapping[str, tuple[str, ...]] = {
     "run": ("run",),
-    "chat": ("chat",),
     "demo": ("demo",),
     "deploy": ("deploy", "list", "rm"),
     "create": ("create", "cp"),

@@ -27,7 +27,7 @@ from hearth.core.log_format import LOG_FORMAT, formatter_of
 app = typer.Typer(
     help="Serve many large language models on few GPUs.",
     epilog=(
-        "Start with `hearth demo`, or `hearth deploy SOURCE` and `hearth serve`, then `hearth chat NAME`. "
+        "Start with `hearth demo`, or `hearth deploy SOURCE` and `hearth serve`, then `hearth run NAME`. "
         "Exit codes: 0 success, 1 failure, 2 wrong input, 3 no such service, model or request, "
         "130 interrupted."
     ),

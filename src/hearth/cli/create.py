@@ -140,7 +140,10 @@ def _preset_of(modelfile: Mapping[str, Sequence[str]]) -> Preset:
         name = first["loc"][0] if first["loc"] else first.get("ctx", {}).get("field", "")
         raise ConfigError(f"`PARAMETER {name}`: {first['msg']}") from error
     for parameter in options.ignored(""):
-        warn(f"note: `{parameter}` is ignored: what loads a model is set for it in [models.NAME]")
+        warn(
+            f"note: `PARAMETER {parameter}` is ignored: it does not concern sampling; `[models.NAME]` in the "
+            "configuration has settings of a model, such as `context`"
+        )
     system, template = (modelfile.get(word, ("",))[-1] for word in ("SYSTEM", "TEMPLATE"))
     preset = preset_of(options, _unquoted(system), _unquoted(template))
     preset.check()

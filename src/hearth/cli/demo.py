@@ -100,7 +100,7 @@ class _Visitor:
             flag = "" if is_usual else f" --data-dir {shlex.quote(str(self._data_dir.absolute()))}"
             _print(
                 f"\nServing at {url} until Ctrl-C. Try from another terminal:\n"
-                f"  {_program()} chat {NAME}{flag}\n  {_program()} ps{flag}"
+                f"  {_program()} run {NAME}{flag}\n  {_program()} ps{flag}"
             )
 
 

@@ -10,6 +10,7 @@ from itertools import takewhile
 
 #: Other names of commands, which the help does not list.
 ALIASES: Mapping[str, str] = {
+    "chat": "run",
     "help": "--help",
     "ls": "list",
     "pull": "deploy",
@@ -58,6 +59,8 @@ INSTEAD: Mapping[str, str] = {
 
 def translated(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with the command's own name instead of an alias."""
+    if len(words) > 1 and words[0] == "help":
+        return [*translated(words[1:]), ALIASES["help"]]
     return [ALIASES.get(words[0], words[0]), *words[1:]] if words else []
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from hearth.cli.answerer import Answerer, LocalOptions, answerer_of, shown_reasoning
-from hearth.cli.chat import PROMPTED, USUAL, MaxTokens, Seed, Temperature, converse
+from hearth.cli.answerer import LocalOptions, answerer_of, shown_reasoning
+from hearth.cli.chat import converse
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     SPELLED_DTYPES,
@@ -34,8 +35,18 @@ from hearth.core.errors import ConfigError
 from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
+    from hearth.cli.client import AnswerDelta
     from hearth.store.transfer.record import LoadRecord
+    from hearth.text.chat_template import Message
 
+#: The parameters of answers in a conversation without flags and preset.
+USUAL = SamplingParams(temperature=0.7, max_tokens=1024)
+#: The most tokens of an answer to a single prompt.
+PROMPTED = 256
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(help=f"Maximum tokens of an answer; {PROMPTED} to a prompt, {USUAL.max_tokens} in a talk."),
+]
 NameOrPlace = Annotated[
     str,
     typer.Argument(
@@ -63,8 +74,11 @@ def run(
         Dtype, typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: fits model and device.")
     ] = Dtype.AUTO,
     max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
+    temperature: Annotated[
+        float | None, typer.Option(help=f"0: greedy; by default {USUAL.temperature}.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes answers reproducible.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT without a chat template.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
@@ -77,11 +91,14 @@ def run(
 
     Uses the running service for a deployed model. Without a service, and for a path or URL, the model is
     loaded in this process. hf:ORG/NAME is deployed first, after a question. The model's chat template is
-    applied if there is one, unless --raw is given. At a terminal and without PROMPT, it is `hearth chat`.
+    applied if there is one, unless --raw is given. At a terminal and without PROMPT, it is a conversation:
+    /clear starts over, /exit or Ctrl-D quits, Ctrl-C stops an answer.
 
     [bold]Examples[/bold]
 
       hearth run smollm2 "Why is the sky blue?"
+
+      hearth run smollm2 --system "Answer in one word."
 
       hearth run ./llama --raw --temperature 0 "Once upon a time"
 
@@ -100,12 +117,16 @@ def run(
     started_s = time.perf_counter()
     with answerer_of(context, model, url, api_key, data_dir, options) as answerer:
         params = answerer.preset.params(usual, **given)
+        beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         if text is None:
-            return converse(answerer, params)
+            return converse(answerer, params, beginning)
+        is_chat = answerer.has_chat_template and not raw
+        if beginning and not is_chat:
+            raise ConfigError("`--system` needs a chat template, which is not applied here; leave it out")
         start_s = time.perf_counter() - started_s
-        answer = _answer(
-            answerer, text, params, is_chat=answerer.has_chat_template and not raw, quiet=as_json
-        )
+        messages: list[Message] = [*beginning, {"role": "user", "content": text}]
+        deltas = answerer.chat(messages, params) if is_chat else answerer.complete(text, params)
+        answer = _timed(deltas, quiet=as_json)
         record = answerer.wait_loaded()
     if as_json:
         load = None if record is None else asdict(record)
@@ -140,15 +161,11 @@ def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None, fl
     return f"{summary}, loaded in {record.total_s:.2f} s ({rungs})"
 
 
-def _answer(
-    answerer: Answerer, text: str, params: SamplingParams, *, is_chat: bool, quiet: bool
-) -> _TimedAnswer:
+def _timed(deltas: Iterator[AnswerDelta], *, quiet: bool) -> _TimedAnswer:
     texts: list[str] = []
     token_ids: list[int] = []
     num_tokens, finish_reason, request_id, first_token_s = 0, None, None, 0.0
     started_s = time.perf_counter()
-    message = {"role": "user", "content": text}
-    deltas = answerer.chat([message], params) if is_chat else answerer.complete(text, params)
     for delta in deltas if quiet else shown_reasoning(deltas):
         if (
             delta.text or delta.reasoning or delta.finish_reason is not None

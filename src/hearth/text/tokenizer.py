@@ -112,6 +112,12 @@ class Tokenizer:
     def has_token(self, text: str) -> bool:
         return self._backend.token_to_id(text) is not None
 
+    def token_id(self, text: str) -> int:
+        """Return the id of a vocabulary entry that the tokenizer has."""
+        token_id = self._backend.token_to_id(text)
+        assert token_id is not None, f"no token {text!r}"
+        return token_id
+
     def is_special(self, text: str) -> bool:
         """Return True for the text of one special token, which answers do not show unless asked to."""
         return self._backend.token_to_id(text) in self.special_ids

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from hearth.control.deploy.deployed import Deployed
-from hearth.control.requests.generation import ChatPrompt
+from hearth.control.requests.generation import ChatPrompt, InfillPrompt
 from hearth.control.requests.tokenization import MAX_READ_AHEAD, PromptEncoder
 from hearth.core.errors import BadCheckpoint, ChunkCorrupt, ModelError, PromptTooLong
 from hearth.store.format.manifest import read_manifest
+from hearth.text.infill import MARKS
 from hearth.text.tokenizer import Tokenizer
 
 
@@ -122,6 +123,8 @@ def test_text_that_cannot_fit_is_not_tokenised(
         message = "prompt has 11 characters, .* at most 10 are tokenised; shorten the prompt"
         with pytest.raises(PromptTooLong, match=message):
             await texts.encode(tokenizer, "!" * 11, max_chars=10)
+        with pytest.raises(PromptTooLong, match=message):
+            await texts.encode(tokenizer, InfillPrompt(MARKS[0], "!" * 5, "!" * 6), max_chars=10)
         with pytest.raises(PromptTooLong, match="at most 10 are tokenised"):
             await texts.encode(tokenizer, ChatPrompt([{"role": "user", "content": "!"}]), max_chars=10)
         assert await texts.encode(tokenizer, [1, 2, 3], max_chars=1) == (1, 2, 3)

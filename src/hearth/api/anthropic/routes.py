@@ -42,7 +42,7 @@ def anthropic_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     @routes.post("", summary="Answer a conversation", responses=STREAM_OR_JSON)
     async def create_message(body: MessagesBody, request: Request) -> Response:
         chat = await off_loop_if_large(request, body.chat_body)
-        return await answers.chat(chat, MessageDialect(), request, body.ignored_fields)
+        return await answers.generation(chat, MessageDialect(), request, body.ignored_fields)
 
     @routes.post("/count_tokens", summary="Count the tokens of a conversation")
     async def count_tokens(body: ConversationBody, request: Request) -> Response:

@@ -28,6 +28,9 @@ class GenerateBody(OllamaBody):
 
     prompt: Text | None = None
     system: Text | None = Field(None, description="What the model is told before the prompt.")
+    suffix: Text | None = Field(
+        None, description="The text after the answer; for models whose tokenizer can fill in the middle."
+    )
     raw: bool | None = Field(None, description="The prompt is as the model is to see it, without a template.")
     context: list[TokenId] | None = Field(
         None,
@@ -40,6 +43,11 @@ class GenerateBody(OllamaBody):
     def is_empty(self) -> bool:
         return not self.prompt
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the prompt is sent to the model without a template."""
+        return bool(self.raw or self.suffix)
+
     def chat_body(self) -> ChatBody:
         system = [MessageBody(role="system", content=self.system)] if self.system else []
         messages = [*system, MessageBody(role="user", content=self.prompt)]
@@ -47,8 +55,9 @@ class GenerateBody(OllamaBody):
         return InnerChatBody.model_validate(self.inner_fields() | fields)
 
     def raw_body(self) -> CompletionBody:
-        if self.raw and (self.system or self.context):
-            given = "system" if self.system else "context"
-            raise BadPrompt(f"`raw` takes a prompt that is whole, and no `{given}`; leave one of them out")
+        if self.is_whole and (self.system or self.context):
+            name, given = "raw" if self.raw else "suffix", "system" if self.system else "context"
+            raise BadPrompt(f"`{name}` takes a prompt that is whole, and no `{given}`; leave one of them out")
         prompt = "\n\n".join(part for part in (self.system, self.prompt) if part)
-        return UnlimitedCompletionBody.model_validate(self.inner_fields() | {"prompt": prompt})
+        fields = {"prompt": prompt, "suffix": self.suffix}
+        return UnlimitedCompletionBody.model_validate(self.inner_fields() | fields)

@@ -8,7 +8,9 @@ from datetime import UTC, datetime, timedelta
 from hearth.control.deploy.names import LATEST
 from hearth.control.deploy.preset import Preset
 from hearth.control.observe.views import ModelView, ResidentView
+from hearth.text.infill import infill_marks
 from hearth.text.reasoning import marks_in
+from hearth.text.tokenizer import Tokenizer
 from hearth.text.tool_calls import tool_format
 
 #: The expiry of models that are never evicted.
@@ -50,11 +52,13 @@ def resident_object(resident: ResidentView, view: ModelView, on_device: bool) ->
     }
 
 
-def show_object(view: ModelView, template: str | None) -> dict[str, object]:
+def show_object(view: ModelView, tokenizer: Tokenizer) -> dict[str, object]:
+    template = tokenizer.chat_template_text
     family, preset = view.family or _UNKNOWN, view.preset or Preset()
     tools = ["tools"] if tool_format(template) is not None else []
     thinking = ["thinking"] if marks_in(template) is not None else []
-    capabilities = ["completion", *tools, *thinking, "embedding"]
+    insert = ["insert"] if infill_marks(tokenizer) is not None else []
+    capabilities = ["completion", *tools, *insert, *thinking, "embedding"]
     return {
         "modelfile": _modelfile(view),
         "parameters": "\n".join([f"num_ctx {view.max_context}", *_parameters(preset)]),

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from hearth.api.answer import NDJSON_TYPE
-from hearth.api.answers import PLAIN_TEXT, Answers
-from hearth.api.errors import ErrorBody, error_responses
+from hearth.api.answers import Answers
+from hearth.api.errors import error_responses
 from hearth.api.guard import COPY_PATH, CREATE_PATH, DELETE_PATH, caller_of
 from hearth.api.json_body import CurlRoute, off_loop_if_large
 from hearth.api.json_response import as_json
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 #: The version of Ollama whose API this is; clients refuse older ones.
 OLLAMA_VERSION = "0.12.6"
-#: The response at `/`, by which clients detect Ollama.
-GREETING = "Ollama is running: this is Hearth, which speaks its API"
 _STREAM_OR_JSON: dict[int | str, dict[str, object]] = {
     200: {"description": "The answer.", "content": {"application/json": {}, NDJSON_TYPE: {}}}
 }
@@ -64,15 +62,6 @@ class OllamaError(BaseModel):
 
 def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> APIRouter:
     routes = APIRouter(tags=["Ollama"], route_class=CurlRoute, responses=error_responses(OllamaError))
-
-    @routes.get(
-        "/",
-        summary="Whether the service is running, for clients of Ollama",
-        response_class=Response,
-        responses=PLAIN_TEXT | error_responses(ErrorBody),
-    )
-    async def greet() -> Response:
-        return PlainTextResponse(GREETING)
 
     @routes.get("/api/version", summary="The version of Ollama whose API this is")
     async def version() -> Response:
@@ -88,9 +77,7 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
     async def show_model(body: NamedModelBody, request: Request) -> Response:
         caller = caller_of(request)
         view = gateway.deployments.model(body.meant, caller)
-        return as_json(
-            show_object(view, (await gateway.prompts.tokenizer(view.name, caller)).chat_template_text)
-        )
+        return as_json(show_object(view, await gateway.prompts.tokenizer(view.name, caller)))
 
     @routes.get("/api/ps", summary="List the loaded models")
     async def list_residents(request: Request) -> Response:
@@ -114,7 +101,9 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
             return await load_or_unload(body, CHAT, request)
         await check_thinking(body, request)
         chat = await off_loop_if_large(request, body.chat_body)
-        return await answers.chat(chat, dialect_of(body.model, CHAT, request), request, body.ignored_fields)
+        return await answers.generation(
+            chat, dialect_of(body.model, CHAT, request), request, body.ignored_fields
+        )
 
     @routes.post("/api/generate", summary="Answer a prompt", responses=_STREAM_OR_JSON)
     async def generate(body: GenerateBody, request: Request) -> Response:
@@ -123,10 +112,10 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
             return await load_or_unload(body, GENERATE, request)
         await check_thinking(body, request)
         caller, ignored, context = caller_of(request), body.ignored_fields, body.context or ()
-        dialect = dialect_of(body.model, GENERATE, request, has_context=not body.raw)
-        if body.raw or not gateway.deployments.model(body.model, caller).has_chat_template:
-            return await answers.completion(body.raw_body(), dialect, request, ignored, context)
-        return await answers.chat(body.chat_body(), dialect, request, ignored, context)
+        dialect = dialect_of(body.model, GENERATE, request, has_context=not body.is_whole)
+        if body.is_whole or not gateway.deployments.model(body.model, caller).has_chat_template:
+            return await answers.generation(body.raw_body(), dialect, request, ignored, context)
+        return await answers.generation(body.chat_body(), dialect, request, ignored, context)
 
     @routes.post("/api/embed", summary="Embed texts")
     async def embed(body: EmbedBody, request: Request) -> Response:
@@ -173,7 +162,7 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
     @routes.post(CREATE_PATH, summary="Make a preset of a deployed model")
     async def create(body: CreateBody) -> Response:
         """Requires the role `admin`. `FROM`, `SYSTEM`, `TEMPLATE` and `PARAMETER` of a Modelfile."""
-        await gateway.put_preset(body.meant.removesuffix(LATEST), body.from_, body.preset())
+        await gateway.put_preset(body.meant.removesuffix(LATEST), body.base, body.preset())
         return as_json({"status": "success"})
 
     def refuse(path: str, method: str, instead: str) -> None:
@@ -183,6 +172,7 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
         routes.add_api_route(path, refused, methods=[method], summary=f"Refused: use {instead}")
 
     refuse("/api/push", "POST", "`hearth convert`, and upload its output")
+    refuse("/api/blobs/{digest}", "POST", "`hearth deploy FILE --name NAME`, and that name in `from`")
 
     async def check_thinking(body: OllamaChatBody | GenerateBody, request: Request) -> None:
         """Refuse as Ollama does: its clients then ask without."""
@@ -198,7 +188,7 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
         if not body.has_no_keep_alive:
             least = {"model": body.model, "prompt": [0], "max_tokens": 1, "keep_alive": body.keep_alive}
             dialect = LoadDialect(format, body.model)
-            return await answers.completion(CompletionBody.model_validate(least), dialect, request)
+            return await answers.generation(CompletionBody.model_validate(least), dialect, request)
         view = gateway.deployments.model(body.model, caller)
         if not caller.has_role("admin"):
             raise Forbidden(

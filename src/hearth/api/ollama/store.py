@@ -56,11 +56,19 @@ class CreateBody(NamedModelBody):
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA_CREATE
 
-    from_: ModelName = Field(alias="from", description="Name of a deployed model, adapter or preset.")
+    from_: ModelName | None = Field(
+        None, alias="from", description="Name of a deployed model, adapter or preset; required."
+    )
     system: Text | None = None
     template: Text | None = Field(None, description="In Jinja, not Go's; default: that of the model.")
     parameters: OllamaOptions | None = Field(None, description="Defaults of `options`.")
     stream: bool | None = None
+
+    @property
+    def base(self) -> str:
+        if self.from_ is None:  # not a required field: without it, one that is refused says more
+            raise RequestError("`from` must be the name of a deployed model, given: none")
+        return self.from_
 
     def preset(self) -> Preset:
         return preset_of(self.parameters or OllamaOptions.model_validate({}), self.system, self.template)

@@ -46,11 +46,11 @@ def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.post("/completions", summary="Continue a text", responses=STREAM_OR_JSON)
     async def complete(body: CompletionBody, request: Request) -> Response:
-        return await answers.completion(body, dialect_of(body, COMPLETION, request), request)
+        return await answers.generation(body, dialect_of(body, COMPLETION, request), request)
 
     @routes.post("/chat/completions", summary="Answer a conversation", responses=STREAM_OR_JSON)
     async def chat(body: ChatBody, request: Request) -> Response:
-        return await answers.chat(body, dialect_of(body, CHAT, request), request)
+        return await answers.generation(body, dialect_of(body, CHAT, request), request)
 
     @routes.post("/embeddings", summary="Embed texts")
     async def embed(body: EmbeddingBody, request: Request) -> Response:

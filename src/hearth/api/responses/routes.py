@@ -44,7 +44,9 @@ def response_routes(gateway: Gateway, answers: Answers, store: ResponseStore) ->
         num_bytes = sum(response.num_bytes for response in before)
         translate = partial(_translate, body, before, store, caller)
         asked = await off_loop_if_large(request, translate, num_bytes)
-        return await answers.chat(asked.body, asked.dialect, request, ignored_fields=body.ignored_fields)
+        return await answers.generation(
+            asked.body, asked.dialect, request, ignored_fields=body.ignored_fields
+        )
 
     @routes.get("/{response_id}", summary="Show a stored response")
     async def show_response(response_id: str, request: Request, stream: bool = False) -> Response:

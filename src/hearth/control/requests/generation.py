@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from hearth.core.errors import HearthError
 from hearth.core.types import (
@@ -19,6 +20,7 @@ from hearth.core.types import (
     TokenLogprobs,
 )
 from hearth.text.chat_template import Json, Message
+from hearth.text.infill import InfillMarks
 from hearth.text.reasoning import Phase, ReasoningUse
 from hearth.text.tokenizer import Tokenizer
 
@@ -33,9 +35,21 @@ class ChatPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class InfillPrompt:
+    """The answer is what belongs between these texts."""
+
+    marks: InfillMarks
+    prefix: str
+    suffix: str
+
+
+Prompt: TypeAlias = str | list[int] | ChatPrompt | InfillPrompt
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     model: str  #: a name or an alias
-    prompt: str | list[int] | ChatPrompt
+    prompt: Prompt
     sampling: SamplingParams
     guide: GuideSpec | None = None  #: of the answer
     reasoning: ReasoningUse | None = None  #: None: the model does not think

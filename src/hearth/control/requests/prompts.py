@@ -8,7 +8,7 @@ from pathlib import Path
 from hearth.control.deploy.catalog import CatalogEntry
 from hearth.control.deploy.deployments import Deployments
 from hearth.control.requests.caller import Caller
-from hearth.control.requests.generation import ChatPrompt
+from hearth.control.requests.generation import ChatPrompt, Prompt
 from hearth.control.requests.request_checks import check_prompt, check_vocabulary, max_chars
 from hearth.control.requests.tokenization import PromptEncoder
 from hearth.core.types import GuideSpec
@@ -25,7 +25,7 @@ class Prompts:
         return await self.tokenizer_of(self._deployments.find_for(name, caller))
 
     async def encode(
-        self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller, max_tokens: int | None = None
+        self, name: str, prompt: Prompt, caller: Caller, max_tokens: int | None = None
     ) -> list[int]:
         entry = self._deployments.find_for(name, caller)
         return list(await self.encode_for(entry, prompt, max_tokens))
@@ -55,7 +55,7 @@ class Prompts:
     async def encode_for(
         self,
         entry: CatalogEntry,
-        prompt: str | list[int] | ChatPrompt,
+        prompt: Prompt,
         max_tokens: int | None,
         follows: tuple[int, ...] = (),
     ) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Prompts:
         await self._encoder.check_guide(guide)
 
 
-def _begun(entry: CatalogEntry, prompt: str | list[int] | ChatPrompt) -> str | list[int] | ChatPrompt:
+def _begun(entry: CatalogEntry, prompt: Prompt) -> Prompt:
     if entry.preset is None or not isinstance(prompt, ChatPrompt):
         return prompt
     return replace(prompt, messages=entry.preset.preset.begun(prompt.messages))

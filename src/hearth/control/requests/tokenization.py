@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from hearth.control.deploy.deployed import Deployed
-from hearth.control.requests.generation import ChatPrompt
+from hearth.control.requests.generation import ChatPrompt, InfillPrompt, Prompt
 from hearth.core.errors import BadCheckpoint, HearthError, ModelError, PromptTooLong
 from hearth.core.types import GuideSpec
 from hearth.store.format.manifest import check_texts, read_manifest
 from hearth.text.grammar import check_guide
+from hearth.text.infill import infill_tokens
 from hearth.text.tokenizer import Tokenizer
 
 #: The most tokenizers that are kept; one of 150,000 tokens takes some 50 MB.
@@ -68,7 +69,7 @@ class PromptEncoder:
     async def encode(
         self,
         tokenizer: Tokenizer,
-        prompt: str | list[int] | ChatPrompt,
+        prompt: Prompt,
         max_chars: int,
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
@@ -77,6 +78,9 @@ class PromptEncoder:
             case ChatPrompt():
                 is_added = add_special_tokens is True
                 return await self._away(lambda: self._render(tokenizer, prompt, max_chars, is_added))
+            case InfillPrompt(marks, prefix, suffix):
+                _check_length(prefix + suffix, max_chars)
+                return await self._away(lambda: infill_tokens(tokenizer, marks, prefix, suffix))
             case str():
                 is_added = add_special_tokens is not False
                 _check_length(prompt, max_chars)
