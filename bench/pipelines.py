@@ -50,7 +50,7 @@ from hearth.engine.pipeline import BlockMap, LaterStage
 from hearth.engine.stage_messages import StageResult, StageStep
 from hearth.models.dtypes import DTYPES
 from hearth.models.weights import Weights, bind, contiguous_places
-from hearth.policy.batch.blocks import SINK_BLOCK
+from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook
 from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
 from hearth.worker.stage_link import HiddenPlaces, StageInlet, StageLinks, StageOutlet, send_result
 
@@ -199,12 +199,14 @@ def _serve(fd: int, inlet_fd: int, results_fd: int, is_shared: int, core: int, i
     places = _places(fd, runner.layers.decoder.hidden(1), is_shared=bool(is_shared))
     inlet = StageInlet(socket.socket(fileno=inlet_fd), places, "bench")
     results = socket.socket(fileno=results_fd)
-    stage = LaterStage(runner, None, BlockMap(range(1, len(runner.layers.kv))))
+    book = BlockBook.fixed(len(runner.layers.kv), CONFIG.block_tokens)
+    stage = LaterStage(runner, None, BlockMap(book))
     while (got := inlet.receive()) is not None:
         message, hidden = got
         if isinstance(message, StageStep) and hidden is None:  # announced
-            continue
-        if isinstance(message, StageStep) and is_hop:
+            if not is_hop:
+                stage.prepare(message)
+        elif isinstance(message, StageStep) and is_hop:
             send_result(results, StageResult("bench", message.plan.step_id, StepResult([], None, [])))
         elif isinstance(message, StageStep):
             if (pending := stage.take(message, hidden)) is not None:

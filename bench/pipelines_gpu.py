@@ -8,10 +8,10 @@ without. They share the GPU's bandwidth, so one step is in flight and one worker
 as on two GPUs: their bound is the time to read the weights once for each of them, and their KV. `--before`:
 another checkout, whose one worker is measured as well, in turns with this one's.
 `hop`: from hidden states on the device of one process to the same on that of the next, through device memory
-that both map, and through host memory, as between two GPUs. Then a member is killed in a stream (without MPS,
-whose clients may end with it), and a model of 80 layers starts in two. The models need 22 GB in /dev/shm, the
-host tier takes as much again. What is measured is kept after each part, and all parts together take some six
-minutes.
+that both map, and through host memory, as between two GPUs; the step was announced 2 ms before. Then a member
+is killed in a stream (without MPS, whose clients may end with it), and a model of 80 layers starts in two.
+The models need 22 GB in /dev/shm, the host tier takes as much again. What is measured is kept after each
+part, and all parts together take some six minutes.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from hearth.engine.pending_step import PendingCopy, StepResult
 from hearth.engine.stage_messages import StageResult, StageStep
 from hearth.memory.shared_device_memory import DeviceMapping, create
 from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
+from hearth.system.spin import native_spin
 from hearth.worker.stage_connections import SharedMemory
 from hearth.worker.stage_link import HiddenPlaces, StageInlet, StageLinks, StageOutlet, send_result
 
@@ -72,6 +73,7 @@ NUM_STREAMS, ROUNDS = 64, 3
 NUM_WARM = 5
 KILL_TOKENS, BREAKS_AT = 200, 40
 HOP_TOKENS, HOPS = (1, 64, 1024), 300
+COMPUTED_S = 0.002  #: from the announcement of a step to its hidden states
 HOP_WAYS = ("device memory", "host memory")
 #: What is measured of a service, by name.
 Speeds = Mapping[str, float]
@@ -384,10 +386,12 @@ def _hops_us(num_tokens: int, way: str) -> list[float]:
         links = StageLinks("bench", [0], outlet, results)
         hops_us = list[float]()
         for number in range(HOPS):
-            plan = StepPlan(number, (), TableWrites(), decode, ())
+            step = StageStep("bench", StepPlan(number, (), TableWrites(), decode, ()))
+            links.announce(step)
+            time.sleep(COMPUTED_S)
             torch.cuda.synchronize()
             began_ns = time.perf_counter_ns()
-            links.send(StageStep("bench", plan), PendingCopy(hidden, links.place(num_tokens)))
+            links.send(step, PendingCopy(hidden, links.place(num_tokens)))
             found = links.result(waits=True)
             assert found is not None, "it was waited for"
             hops_us.append((found.result.tokens[0] - began_ns) / 1e3)
@@ -399,7 +403,7 @@ def _hops_us(num_tokens: int, way: str) -> list[float]:
 def _answer_hops(shared: SharedMemory, inlet_fd: int, results_fd: int, num_tokens: int) -> None:
     """Answer each step with the time at which its hidden states were on this device."""
     arrived = torch.empty(num_tokens, ARCH.hidden_size, dtype=torch.bfloat16, device=CUDA)
-    inlet = StageInlet(socket.socket(fileno=inlet_fd), _places(shared, num_tokens), "bench")
+    inlet = StageInlet(socket.socket(fileno=inlet_fd), _places(shared, num_tokens), "bench", native_spin())
     results = socket.socket(fileno=results_fd)
     while (got := inlet.receive()) is not None:
         message, hidden = got

@@ -257,14 +257,66 @@ def test_a_chart_with_models_gives_the_service_their_file(tmp_path: Path) -> Non
     assert checksums[0] != checksums[1], "a changed file restarts the pods"
 
 
-def test_kuberay_runs_the_head_with_settings_and_paths_that_exist() -> None:
+@pytest.fixture(scope="module")
+def kuberay() -> dict[str, dict]:
     documents = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text(encoding="utf-8"))
-    found = {document["kind"]: document for document in documents if document is not None}
-    ray = found["RayCluster"]["spec"]
+    return {document["kind"]: document for document in documents if document is not None}
+
+
+def test_kuberay_knows_the_fields_of_its_manifest(kuberay: dict[str, dict]) -> None:
+    """Of those that its reference lists; an unknown field would be dropped without a word."""
+    ray = kuberay["RayCluster"]["spec"]
+    (group,) = ray["workerGroupSpecs"]
+    known = {
+        "spec": "authOptions autoscalerOptions enableInTreeAutoscaling headGroupSpec headServiceAnnotations "
+        "gcsFaultToleranceOptions managedBy rayVersion suspend workerGroupSpecs",
+        "authOptions": "mode secretName",
+        "autoscalerOptions": "env envFrom idleTimeoutSeconds image imagePullPolicy resources securityContext "
+        "upscalingMode version volumeMounts",
+        "headGroupSpec": "enableIngress headService rayStartParams serviceType template",
+        "workerGroupSpecs": "groupName idleTimeoutSeconds maxReplicas minReplicas numOfHosts rayStartParams "
+        "replicas scaleStrategy suspend template",
+    }
+    for name, fields in known.items():
+        part = {"spec": ray, "workerGroupSpecs": group}.get(name) or ray[name]
+        assert part.keys() <= set(fields.split()), name
+    for one in (ray["headGroupSpec"], group):
+        assert all(isinstance(value, str) for value in one["rayStartParams"].values())
+
+
+def test_the_worker_pods_of_kuberay_get_a_node_and_its_head_pod_none(kuberay: dict[str, dict]) -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    from hearth.control.ray_cluster import usable
+
+    ray = kuberay["RayCluster"]["spec"]
+    (group,) = ray["workerGroupSpecs"]
+    flags = {flag for option in scripts.start.params for flag in option.opts}
+    resources = []
+    for one in (ray["headGroupSpec"], group):
+        assert {f"--{name}" for name in one["rayStartParams"]} <= flags
+        (container,) = one["template"]["spec"]["containers"]
+        needs = container["resources"]
+        assert needs["requests"].get("nvidia.com/gpu") == needs["limits"].get("nvidia.com/gpu")
+        num_cpus = one["rayStartParams"].get("num-cpus", needs["requests"]["cpu"])
+        resources.append({"CPU": float(num_cpus), "GPU": float(needs["limits"].get("nvidia.com/gpu", 0))})
+    pods: list[dict[str, object]] = [
+        {"Alive": True, "NodeName": name, "NodeManagerAddress": name, "NodeID": name, "Resources": has}
+        for name, has in zip(("head", "worker"), resources, strict=True)
+    ]
+    assert [node.name for node in usable(pods, HearthConfig().cluster.ray_cpus)] == ["worker"]
+
+
+def test_kuberay_runs_the_head_with_settings_and_paths_that_exist(kuberay: dict[str, dict]) -> None:
+    ray = kuberay["RayCluster"]["spec"]
     assert ray["authOptions"] == {"mode": "token"}
     (group,) = ray["workerGroupSpecs"]
     pods = [one["template"]["spec"] for one in (ray["headGroupSpec"], group)]
     (head,), (worker,) = (pod["containers"] for pod in pods)
+    (port,) = kuberay["Service"]["spec"]["ports"]
+    assert {"name": port["targetPort"], "containerPort": ServiceConfig().port} in head["ports"]
+    assert (
+        kuberay["Service"]["spec"]["selector"]["ray.io/cluster"] == kuberay["RayCluster"]["metadata"]["name"]
+    )
     last_line = head["args"][-1].strip().splitlines()[-1]
     check_command(shlex.split(last_line.removeprefix("exec hearth ")))
     config = settings_of({entry["name"]: entry["value"] for entry in head["env"]})

@@ -71,7 +71,8 @@ def _open(source: ModelSource, quant: str) -> tuple[Decoder, torch.Tensor]:
     pack(source.checkpoint, arch, layout, base)
     size = StepSize(max_tokens=MAX_TOKENS, max_samples=MAX_TOKENS, num_programs=1)
     memory = torch.empty(Workspace.num_bytes(arch, torch.float32, size), dtype=torch.uint8)
-    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, MAX_TOKENS_PER_QUESTION, cpu)
+    tables = [cos_sin_table(rope, MAX_TOKENS_PER_QUESTION, cpu) for rope in arch.ropes]
+    cos_sin = torch.stack(tables) if tables else None
     weights = bind(arch, layout, contiguous_places(layout, base))
     counters = zeros(counter_buffer(arch.dimensions, MAX_TOKENS), cpu)
     workspace = Workspace.bind(arch, torch.float32, size, memory, counters)

@@ -6,7 +6,7 @@ import logging
 import httpx
 import pytest
 
-from hearth.api.ollama.routes import GREETING
+from hearth.api.dashboard import GREETING
 from hearth.control.requests.correlation import UNNAMED, Correlation, TraceParent
 from hearth.core.errors import NoCapacity, Overloaded
 from tests.api.conftest import Connection, app_of, complete, request

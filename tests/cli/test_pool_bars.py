@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
-from hearth.cli.pool_bars import ASCII, MAX_BAR, MIN_BAR, UNICODE, fallbacks, keys_of, pool_lines, signs_for
+from hearth.cli.pool_bars import ASCII, MAX_BAR, MIN_BAR, UNICODE, keys_of, pool_lines, signs_for
+from hearth.control.observe.pool_views import fallbacks
 from hearth.control.observe.views import PartView, PoolView, ResidentView, WorkerView
 from tests.cli.fake_service import PROCESSES
 

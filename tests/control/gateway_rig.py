@@ -22,6 +22,8 @@ from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys
 from hearth.control.nodes import Nodes
 from hearth.control.observe.exchange_record import ExchangeRecord
+from hearth.control.observe.history import History
+from hearth.control.observe.live_feed import LiveFeed
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
@@ -101,13 +103,19 @@ class GatewayRig:
         deployments = Deployments(self.registry, catalog, self.driver, keeper, data_dir)
         self.keeper = KeeperReports(keeper, catalog, self.driver, metrics)
         self.usage = KeyUsage(data_dir.usage_path, ApiKeys(data_dir.keys_path).ids, metrics)
+        views = ServiceViews(
+            deployments, self.driver, observer, pools, self.keeper, nodes, metrics, kind="cpu"
+        )
+        keys = ApiKeys(data_dir.keys_path)
+        history = History(metrics.models.by_name, 2.0, views.ps)
+        self.live = LiveFeed(views, observer.recent, pools, history, metrics, keys.is_current)
+        for sink in (history.observe, self.live.observe):
+            self.driver.add_sink(sink)
         self.gateway = Gateway(
             deployments=deployments,
             prompts=Prompts(deployments, self.encoder),
-            views=ServiceViews(
-                deployments, self.driver, observer, pools, self.keeper, nodes, metrics, kind="cpu"
-            ),
-            keys=ApiKeys(data_dir.keys_path),
+            views=views,
+            keys=keys,
             admissions=KeyAdmissions(self.usage, metrics, lambda: self.driver.now_s),
             driver=self.driver,
             observer=observer,
@@ -115,6 +123,7 @@ class GatewayRig:
             nodes=nodes,
             keeper=self.keeper,
             metrics=metrics,
+            live=self.live,
             drain_s=config.service.drain_s,
             exchange_sinks=self.exchange_sinks,
         )

@@ -31,6 +31,7 @@ from hearth.core.messages import (
     ModelTurn,
     ModelUse,
     Ping,
+    PipelineUse,
     Pong,
     PrepareModel,
     RetireModel,
@@ -349,6 +350,18 @@ def test_the_brain_learns_what_is_on_the_device(data_dir: DataDir, deployed: Dep
         last = rig.journal.path.read_text().splitlines()[-1]
         assert '"DeviceReported"' in last
         assert '"bytes_by_model":{"tiny":600}' in last
+
+    with_rig(data_dir, scene)
+
+
+def test_the_brain_is_told_how_long_stages_take_if_it_is_new(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link, use = rig.join(), ModelUse(TINY, Hold.WARM, True, 600, BYTES, 0, 0)
+        for stage_s in ((), (1.0, 2.0), (1.05, 1.95), (1.0, 3.0)):
+            staged = structs.replace(use, pipeline=PipelineUse(2, stage_s))
+            rig.receive(link, Pong(1, 10_000, 9400, 0, 0, 0, {}, (staged,)))
+        told = [line for line in rig.journal.path.read_text().splitlines() if '"StagesMeasured"' in line]
+        assert ["[1.0,2.0]" in told[0], "[1.0,3.0]" in told[1], len(told)] == [True, True, 2]
 
     with_rig(data_dir, scene)
 

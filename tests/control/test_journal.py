@@ -245,7 +245,7 @@ FORMAT = {
     "Dispatch": "request_id model worker why waited_s options",
     "DrainState": "model worker began_s victims gone more",
     "End": "done failed stopped",
-    "Estimates": "reload mean_run_s run_s_by_model links token_s_by_model least_token_s arrivals",
+    "Estimates": "reload mean_run_s run_s_by_model links token_s_by_model least_token_s arrivals head_layers",
     "Evict": "model worker cost_s is_freed",
     "FleetState": (
         "now_s step_number num_added most_by_node next_number timer_s kept_until_s estimates resting "
@@ -276,6 +276,7 @@ FORMAT = {
     "Option": "worker queue_s load_s utilisation cost_s obstacle evict_s missing_bytes prompt_s "
     "cached_tokens",
     "PartBytes": "layer_bytes first_bytes last_bytes",
+    "PressureReported": "now_s worker model demand_tokens room_tokens",
     "Promise": "own_bytes workspace_bytes standing_bytes",
     "RefusePin": "model worker message",
     "Replacement": "node until_s",
@@ -285,7 +286,8 @@ FORMAT = {
     "Replica": (
         "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s has_served "
         "is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin is_pin_refused "
-        "notified_hold prefixes num_prompt_tokens max_kv_tokens prompts_until_s spare"
+        "notified_hold prefixes num_prompt_tokens max_kv_tokens demand_tokens room_tokens "
+        "prompts_until_s spare"
     ),
     "ReplicaState": "model worker facts running stages",
     "Request": (
@@ -306,6 +308,7 @@ FORMAT = {
     "Spare": "need warm_s",
     "StageSizes": "num_layers stored placed spare_bytes unit_bytes kv_layer_bytes kv_unit_bytes "
     "num_lost_blocks workspace_bytes tables_bytes context_blocks max_seqs",
+    "StagesMeasured": "now_s worker model stage_s",
     "StageState": "worker promise begin end total_bytes loaded_bytes is_ready",
     "Stop": "number is_freed",
     "TimerFired": "now_s",

@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from hearth.control.nodes import NO_NODE_S, Nodes
+from hearth.control.nodes import NO_NODE_S, Nodes, RemoteNode
 from hearth.core.config import HearthConfig
+from hearth.core.node_messages import VERSION, NodeHello, NodePulse, WorkerStatus
 from hearth.core.types import NodeId, WorkerId
 from hearth.node.devices import Devices
 from hearth.node.local_node import LocalNode
@@ -29,9 +31,16 @@ def test_requests_wait_a_while_for_a_machine_and_are_then_refused(
     found = Nodes(local, can_grow=can_grow)
     assert found.outage() is None
     now_s += NO_NODE_S - 1
-    other: Any = SimpleNamespace(workers=lambda: [SimpleNamespace(state="ready")], trouble=lambda: None)
-    found.others[NodeId("one")] = other
-    assert found.outage() is None
+    hello = NodeHello(VERSION, "one", "cpu", ("cpu",), 0, 7610)
+    channel: Any = None
+    node = found.others[NodeId("one")] = RemoteNode(NodeId("one"), hello, channel)
+    now_s += 2
+    assert found.outage() is None, "it has just joined, and its workers start"
+    failing = WorkerStatus(WorkerId("one/w0"), "failing", 0, 3, None, "no memory")
+    for workers in ((failing,), (failing, msgspec.structs.replace(failing, state="starting"))):
+        now_s += 1
+        node.pulse = NodePulse(workers, 0)
+        assert found.outage() is None
     del found.others[NodeId("one")]
     now_s += NO_NODE_S - 1
     assert found.outage() is None, "it was there until a moment ago"

@@ -8,7 +8,7 @@ from tests.kernels.cases import DTYPES, assert_close, random
 
 
 @pytest.mark.parametrize(("device", "dtype"), DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 1025), (2, 11008)])
 def test_kernel_equals_reference(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -95,6 +95,35 @@ class Case:
         )  # fmt: skip
         assert not scratch.counters.any(), "counters must be zero between launches"
         return out
+
+
+@pytest.mark.parametrize(
+    ("window", "num_programs", "device", "dtype"),
+    crossed([(None, 3), (40, 5)], halves_on_cpu=[(40, 5)]),
+)
+@pytest.mark.parametrize(
+    "heads", [Heads(6, 2, 80, scale=0.3, cap=1.5), Heads(8, 4, 256, scale=224**-0.5, cap=50.0)], ids=str
+)
+def test_kernel_equals_reference_with_capped_and_scaled_scores(
+    device: str, dtype: torch.dtype, heads: Heads, window: int | None, num_programs: int
+) -> None:
+    case = Case.build(LENGTHS, heads, device, dtype)
+    plain = replace(case, heads=Heads(heads.num_q, heads.num_kv, heads.dim))
+
+    assert_close(case.run(num_programs, window=window), case.expected(window))
+    assert not torch.allclose(case.expected(window), plain.expected(window), atol=1e-2)
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_reference_scales_and_caps_scores_before_the_softmax(cap: float | None) -> None:
+    heads = Heads(1, 1, 16, scale=0.5, cap=cap)
+    case = Case.build([9], heads, "cpu", torch.float32)
+    k, v = (case.cache.kv[case.rows.block_table[case.rows.slots[0], 0], side, :9, 0] for side in (0, 1))
+
+    scores = 0.5 * k @ case.qkv[0, :16]
+
+    weights = (scores if cap is None else cap * torch.tanh(scores / cap)).softmax(0)
+    torch.testing.assert_close(case.expected(None)[0], weights @ v)
 
 
 @pytest.mark.parametrize(

@@ -38,3 +38,33 @@ def test_result_may_replace_the_residual(device: str, dtype: torch.dtype) -> Non
     add_norm_triton(delta, residual, None, None, 1e-5, is_rms=False, out=residual)
 
     assert_close(residual, expected)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+@pytest.mark.parametrize("has_out", [True, False])
+def test_a_normed_delta_is_added(device: str, dtype: torch.dtype, has_out: bool) -> None:
+    residual, delta = (random(3, 577, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
+    weight, delta_weight = (random(577, device=device, seed=seed) for seed in (3, 4))
+    expected_residual, expected = residual.clone(), torch.empty_like(residual) if has_out else None
+    out = torch.empty_like(residual) if has_out else None
+
+    for add_norm, x, to in (
+        (add_norm_reference, expected_residual, expected),
+        (add_norm_triton, residual, out),
+    ):
+        add_norm(delta, x, weight, None, 1e-5, is_rms=True, out=to, delta_weight=delta_weight)
+
+    assert_close(residual, expected_residual)
+    if out is not None and expected is not None:
+        assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+def test_columns_of_a_matrix_are_normed_in_place(device: str, dtype: torch.dtype) -> None:
+    whole, weight = random(3, 200, device=device, dtype=dtype), random(80, device=device, seed=3)
+    expected = whole.clone()
+    for add_norm, x in ((add_norm_reference, expected[:, 40:120]), (add_norm_triton, whole[:, 40:120])):
+        add_norm(None, x, weight, None, 1e-5, is_rms=True, out=x)
+
+    assert_close(whole, expected)
+    assert torch.equal(whole[:, 120:], expected[:, 120:])

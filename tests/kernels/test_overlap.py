@@ -27,6 +27,7 @@ STEADY = {
     "num_rows",
     "cos_sin",
     "weight",
+    "delta_weight",
     "bias",
     "table_stride",
     "max_rows",

@@ -40,11 +40,13 @@ CPU_CASES = [
         (Heads(5, 1, 96), 7, torch.float32),
         (Heads(2, 2, 128), None, torch.float16),
         (Heads(9, 3, 20), 33, torch.float16),
+        (Heads(6, 2, 80, scale=0.3, cap=1.5), 33, torch.float32),
+        (Heads(9, 3, 20, scale=0.3, cap=1.5), None, torch.float16),
     ]
 ]
 GPU_CASES = [
     pytest.param(heads, window, "cuda", dtype, marks=pytest.mark.gpu)
-    for heads in HEADS
+    for heads in [*HEADS, Heads(8, 4, 256, scale=224**-0.5, cap=50.0), Heads(9, 3, 20, scale=0.3, cap=1.5)]
     for window in WINDOWS
     for dtype in (torch.float32, torch.float16, torch.bfloat16)
 ]
@@ -145,6 +147,10 @@ def test_a_kernel_that_is_not_the_fastest_says_why(monkeypatch: pytest.MonkeyPat
     assert prompt_kernel(heads, half) == PromptKernel("hopper", None)
     assert prompt_kernel(heads, torch.float32).slow_reason == (
         "the kernel for Hopper takes bfloat16 and float16, given: float32"
+    )
+    capped = Heads(16, 8, 256, cap=50.0)
+    assert prompt_kernel(capped, half).slow_reason == (
+        "the kernel for Hopper has no soft cap of scores, given: 50"
     )
     assert prompt_kernel(Heads(32, 32, 80), half).slow_reason == (
         "the kernel for Hopper takes heads of 64, 128, 256, given: 80"

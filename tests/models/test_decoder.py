@@ -41,6 +41,11 @@ APART = [
     "neox-parallel",
     "falcon-7b",
     "falcon-40b",
+    "gemma2",
+    "gemma3",
+    "smollm3",
+    "olmo3",
+    "glm4",
 ]
 
 
@@ -74,7 +79,8 @@ def stage(name: str, layers: range | None = None) -> Stage:
     run = torch.full((Workspace.num_bytes(arch, torch.float32, size),), 0xFF, dtype=torch.uint8)
     counters = zeros(counter_buffer(arch.dimensions, NUM_ROWS), run.device)
     workspace = Workspace.bind(arch, torch.float32, size, run, counters)
-    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, arch.max_positions, run.device)
+    tables = [cos_sin_table(rope, arch.max_positions, run.device) for rope in arch.ropes]
+    cos_sin = torch.stack(tables) if tables else None
     kv = torch.full((16, len(chosen), 2, BLOCK_TOKENS, arch.num_kv_heads, arch.head_dim), float("nan"))
     return Stage(Decoder(arch, weights, workspace, cos_sin, layers), kv)
 
@@ -190,7 +196,8 @@ def test_the_parts_of_a_layer_put_together_by_hand_are_the_layer(name: str) -> N
 
     hidden = decoder.embed(step)
     for layer, weights in enumerate(decoder.weights.layers):
-        normed = hidden if arch.residual is Residual.POST else plain_norm(arch, weights.attn_norm, hidden)
+        has_norm = arch.residual not in (Residual.POST, Residual.OUTPUT)
+        normed = plain_norm(arch, weights.attn_norm, hidden) if has_norm else hidden
         qkv = decoder.project(layer, normed)
         attended = decoder.attend(layer, weights, qkv, step, parts.kv[:, layer])
         for delta in decoder.absorb(layer, hidden, normed, attended):
@@ -215,7 +222,8 @@ def test_products_without_a_bias_add_themselves_to_the_residual(name: str, num_l
     assert torch.equal(residual, before) == (num_left == 2)
 
 
-def plain_norm(arch: Arch, weights: NormWeights, hidden: torch.Tensor) -> torch.Tensor:
+def plain_norm(arch: Arch, weights: NormWeights | None, hidden: torch.Tensor) -> torch.Tensor:
+    assert weights is not None
     size = hidden.shape[-1:]
     if arch.norm is Norm.RMS:
         return F.rms_norm(hidden, size, weights.weight, arch.norm_eps)

@@ -1,46 +1,94 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from hearth.core.errors import BadCheckpoint, UnsupportedModel
-from hearth.models.arch import Activation, Llama3Scaling, Norm, Residual, Rope
+from hearth.models.arch import Activation, Llama3Scaling, Norm, QkNorm, Residual, Rope, YarnScaling
 from hearth.models.families import FAMILIES, arch_from_config, read_arch
 from hearth.models.readers import ACTIVATIONS
+from hearth.models.rope import frequencies
 from tests.models.zoo import VARIANTS, build
 
+YARN = Rope(10000.0, 16, yarn=YarnScaling(4.0, 4.0, 1.0, True, 32), magnitude=1.0 + 0.1 * math.log(4.0))
 FACTS: dict[str, dict[str, object]] = {
     "llama-gqa": {"num_kv_heads": 2, "gated": True, "norm": Norm.RMS, "residual": Residual.PRE},
     "llama-mha-tied": {"num_kv_heads": 4, "tied_head": True},
-    "llama3-rope": {"rope": Rope(5000.0, 16, llama3=Llama3Scaling(8.0, 1.0, 4.0, 32))},
+    "llama3-rope": {"ropes": (Rope(5000.0, 16, llama3=Llama3Scaling(8.0, 1.0, 4.0, 32)),)},
     "llama-odd-head": {"head_dim": 20, "q_size": 80, "kv_size": 20, "qkv_size": 120},
-    "llama-bias": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "rope": Rope(10000.0, 16, 2.0)},
-    "yi": {"num_kv_heads": 1, "rope": Rope(5e6, 8)},
+    "llama-bias": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "ropes": (Rope(10000.0, 16, 2.0),)},
+    "yi": {"num_kv_heads": 1, "ropes": (Rope(5e6, 8),)},
     "smollm2": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 8, "norm_eps": 1e-5, "tied_head": True},
     "mistral-window": {"windows": (7, 7, 7), "norm_eps": 1e-5},
     "mistral-head": {"windows": (None, None, None), "head_dim": 24},
-    "qwen2": {"qkv_bias": True, "o_bias": False, "windows": (None, None, None), "rope": Rope(1e6, 16)},
+    "qwen2": {"qkv_bias": True, "o_bias": False, "windows": (None, None, None), "ropes": (Rope(1e6, 16),)},
     "qwen2-window": {"windows": (None, 5, 5), "tied_head": True},
-    "qwen3": {"qk_norm": True, "head_dim": 32, "qkv_bias": False},
-    "qwen3-bias": {"qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": False},
-    "opt-pre": {"position_offset": 2, "rope": None, "activation": Activation.RELU, "has_final_norm": True},
+    "qwen3": {"qk_norm": QkNorm.HEAD, "head_dim": 32, "qkv_bias": False},
+    "qwen3-bias": {"qk_norm": QkNorm.HEAD, "qkv_bias": True, "o_bias": True, "mlp_bias": False},
+    "qwen2-yarn": {"ropes": (YARN,), "layer_ropes": (0, 0, 0)},
+    "gemma": {"wide_norms": True, "embed_scale": 8.0, "head_dim": 24, "activation": Activation.GELU_TANH},
+    "gemma2": {
+        "residual": Residual.SANDWICH,
+        "windows": (5, None, 5),
+        "score_scale": 30**-0.5,
+        "score_cap": 2.0,
+        "logit_cap": 3.0,
+    },
+    "gemma3": {
+        "windows": (5, None, 5),
+        "ropes": (Rope(1e6, 32, 8.0), Rope(10000.0, 32)),
+        "layer_ropes": (1, 0, 1),
+        "qk_norm": QkNorm.HEAD,
+        "score_cap": None,
+    },
+    "phi3": {"windows": (7, 7, 7), "ropes": (Rope(10000.0, 16),)},
+    "phi4-mini": {"tied_head": True, "head_dim": 16, "rope_dim": 12},
+    "smollm3": {"layer_ropes": (0, None, 0)},
+    "olmo2": {"residual": Residual.OUTPUT, "qk_norm": QkNorm.ALL, "num_norms": 4},
+    "olmo3": {
+        "windows": (5, None, 5),
+        "ropes": (replace(YARN, theta=5e5), Rope(5e5, 16)),
+        "layer_ropes": (1, 0, 1),
+    },
+    "granite": {"score_scale": 0.4, "logit_scale": 1 / 6, "embed_scale": 3.0 / 0.22},
+    "granite4": {"intermediate_size": 80, "ropes": (Rope(10000.0, 16),)},
+    "granite4-nope": {"ropes": (), "layer_ropes": (None, None, None)},
+    "glm": {"ropes": (Rope(10000.0, 12),), "residual": Residual.PRE, "qkv_bias": True, "o_bias": False},
+    "glm4": {"ropes": (Rope(10000.0, 10),), "residual": Residual.SANDWICH},
+    "cohere": {"norm": Norm.LAYER, "norm_bias": False, "shares_norm": True, "logit_scale": 0.3},
+    "cohere2": {"windows": (5, None, 5), "layer_ropes": (0, None, 0)},
+    "starcoder2": {"windows": (7, 7, 7), "gated": False, "norm_bias": True, "mlp_bias": True},
+    "stablelm": {"ropes": (Rope(10000.0, 4),), "qkv_bias": True, "residual": Residual.PRE},
+    "stablelm-parallel": {"residual": Residual.PARALLEL, "shares_norm": True},
+    "nemotron": {"activation": Activation.RELU2, "wide_norms": True, "ropes": (Rope(10000.0, 12),)},
+    "gpt2": {"position_offset": 0, "ropes": (), "tied_head": True, "head_dim": 20},
+    "opt-pre": {"position_offset": 2, "ropes": (), "activation": Activation.RELU, "has_final_norm": True},
     "opt-350m": {"residual": Residual.POST, "embed_size": 48, "has_final_norm": False},
     "opt-no-affine": {"norm_weight": False, "norm_bias": False, "qkv_bias": False, "mlp_bias": False},
-    "neox-parallel": {"residual": Residual.PARALLEL, "shares_norm": False, "rope": Rope(10000.0, 4)},
+    "neox-parallel": {"residual": Residual.PARALLEL, "shares_norm": False, "ropes": (Rope(10000.0, 4),)},
     "neox-sequential": {
         "residual": Residual.PRE,
         "qkv_bias": False,
         "mlp_bias": True,
-        "rope": Rope(10000.0, 8),
+        "ropes": (Rope(10000.0, 8),),
     },
     "falcon-7b": {"num_kv_heads": 1, "residual": Residual.PARALLEL, "shares_norm": True, "tied_head": True},
     "falcon-40b": {"num_kv_heads": 2, "shares_norm": False, "intermediate_size": 256},
     "falcon-11b": {"num_kv_heads": 2, "shares_norm": True, "intermediate_size": 112, "tied_head": False},
     "falcon-rw-like": {"num_kv_heads": 4, "residual": Residual.PRE, "qkv_bias": True, "mlp_bias": True},
 }
+
+
+WITH_ONE_ROPE = [
+    name
+    for name, variant in VARIANTS.items()
+    if variant.model_type not in ("opt", "gpt2", "gemma3_text", "olmo3") and name != "granite4-nope"
+]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -58,24 +106,22 @@ def test_reads_the_arch_of_a_saved_model(name: str) -> None:
     assert {fact: getattr(holder, fact) for fact, holder in holders.items()} == FACTS[name]
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if VARIANTS[name].model_type != "opt"])
+@pytest.mark.parametrize("name", WITH_ONE_ROPE)
 def test_rotary_settings_give_transformers_frequencies(name: str) -> None:
     model, directory = build(name)
-    rope = read_arch(directory).rope
-    assert rope is not None
+    (rope,) = read_arch(directory).ropes
 
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2) / rope.dim) / rope.linear_factor
+    theirs = model.base_model.rotary_emb
 
-    theirs = model.base_model.rotary_emb.inv_freq
-    if rope.llama3 is None:
-        torch.testing.assert_close(frequencies, theirs)
-    else:
-        assert len(frequencies) == len(theirs)
-        torch.testing.assert_close(frequencies[0], theirs[0])
-        torch.testing.assert_close(frequencies[-1] / rope.llama3.factor, theirs[-1])
+    torch.testing.assert_close(frequencies(rope, 128), theirs.inv_freq)
+    assert rope.magnitude == pytest.approx(theirs.attention_scaling)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+#: Transformers' defaults of others are hybrids of several kinds of layers.
+DENSE = [name for name in FAMILIES if name != "granitemoehybrid"]
+
+
+@pytest.mark.parametrize("model_type", DENSE)
 def test_absent_fields_mean_what_transformers_takes_them_for(model_type: str) -> None:
     from transformers import AutoConfig
 
@@ -164,18 +210,23 @@ def test_activation_names_mean_transformers_functions() -> None:
         Activation.GELU: functional.gelu(x),
         Activation.GELU_TANH: functional.gelu(x, approximate="tanh"),
         Activation.RELU: functional.relu(x),
+        Activation.RELU2: functional.relu(x) ** 2,
     }
 
     for name, activation in ACTIVATIONS.items():
         torch.testing.assert_close(ACT2FN[name](x), ours[activation], msg=name)
 
 
+GRANITE4 = {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["attention"] * 32}
 REFUSED = [
-    ({"model_type": "mamba"}, "`model_type` is 'mamba'; supported: falcon, gpt_neox, llama"),
+    ({"model_type": "mamba"}, "`model_type` is 'mamba'; supported: cohere, cohere2, falcon, "),
     ({}, "`model_type` is None"),
     ({"model_type": "mixtral", "num_local_experts": 8}, "`num_local_experts` is 8: mixtures of experts"),
     ({"model_type": "qwen3", "num_experts": 64}, "`num_experts` is 64"),
-    ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "`attn_logit_softcapping` is 50.0: soft caps"),
+    (
+        {"model_type": "gpt_neox", "attn_logit_softcapping": 50.0},
+        "`attn_logit_softcapping` is 50.0: soft caps",
+    ),
     ({"model_type": "falcon", "alibi": True}, "`alibi` is True: ALiBi"),
     ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "'awq'.*AWQ, GPTQ"),
     ({"model_type": "t5", "is_encoder_decoder": True}, "`is_encoder_decoder` is True: only decoders"),
@@ -188,16 +239,23 @@ REFUSED = [
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
         "ForSequenceClassification",
     ),
-    ({"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 4.0}}, "`type` is 'yarn': supported"),
+    ({"model_type": "llama", "rope_scaling": {"type": "ntk", "factor": 4.0}}, "`type` is 'ntk': supported"),
     ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "'dynamic': supported"),
-    ({"model_type": "qwen2", "rope_parameters": {"rope_type": "longrope"}}, "`rope_type` is 'longrope'"),
     ({"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "share one rotary"),
     ({"model_type": "llama", "partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
     (
         {"model_type": "falcon", "rope_parameters": {"partial_rotary_factor": 0.5}},
         "partial_rotary_factor` is 0.5",
     ),
-    ({"model_type": "llama", "hidden_act": "relu2"}, "`hidden_act` is 'relu2': supported: silu"),
+    ({"model_type": "llama", "hidden_act": "mish"}, "`hidden_act` is 'mish': supported: silu"),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention is causal"),
+    ({"model_type": "granitemoehybrid"}, "`num_local_experts` is 8: mixtures of experts"),
+    ({**GRANITE4, "layer_types": ["mamba"]}, "`layer_types` is .*'mamba'.*Mamba layers are not"),
+    ({**GRANITE4, "position_embedding_type": "absolute"}, "'absolute': supported: rope, nope"),
+    ({"model_type": "cohere", "use_qk_norm": True}, "`use_qk_norm` is True"),
+    ({"model_type": "stablelm", "qk_layernorm": True}, "`qk_layernorm` is True"),
+    ({"model_type": "stablelm", "partial_rotary_factor": 1.5}, "`partial_rotary_factor` is 1.5"),
+    ({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}, "'ministral3': supported: mis"),
     ({"model_type": "llama", "num_key_value_heads": 5}, "multiple .* given: 32 and 5"),
     ({"model_type": "llama", "hidden_size": 100}, "`hidden_size` is 100.*`num_attention_heads`: 32"),
     ({"model_type": "llama", "head_dim": 15}, "must be even, here: 15"),
@@ -256,6 +314,10 @@ BAD = [
     (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
         "`rope_parameters` has no `low_freq_factor`",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0]}},
+        "`long_factor` must be a list of 64 numbers",
     ),
     ({"layer_types": ["full_attention"]}, "`layer_types` has 1 entries for 32 layers"),
     ({"architectures": "LlamaForCausalLM"}, "`architectures` must be a list of strings"),

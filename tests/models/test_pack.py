@@ -123,13 +123,39 @@ def _same(ours: Tensors, theirs: Tensors) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+#: Families whose tensors are stacked and no more, or sorted by heads. Logits show the same of the others.
+SAME = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "stablelm", "opt", "gpt_neox", "falcon")
+
+
+@pytest.mark.parametrize("name", [name for name, one in VARIANTS.items() if one.model_type in SAME])
 def test_packs_what_the_model_holds(name: str) -> None:
     model, directory = build(name)
 
     tensors = _packed(directory)
 
     assert _same(tensors, _expected(model))
+
+
+def test_norms_that_multiply_by_one_more_than_their_weights_are_stored_in_float32() -> None:
+    model, directory = build("nemotron")
+
+    tensors = _packed(directory, "bfloat16")
+
+    norm = model.base_model.layers[1].input_layernorm
+    assert torch.equal(tensors["layers.1.attn_norm.weight"], norm.weight + 1.0)
+    assert torch.equal(tensors["layers.1.attn_norm.bias"], norm.bias)
+    assert tensors["layers.1.o.weight"].dtype == torch.bfloat16
+
+
+def test_rows_that_are_rotated_as_pairs_become_halves() -> None:
+    model, directory = build("glm")
+    arch, attention = read_arch(directory), model.base_model.layers[0].self_attn
+
+    bias = _packed(directory)["layers.0.qkv.bias"]
+
+    first = attention.q_proj.bias[: arch.head_dim]
+    assert torch.equal(bias[:24], torch.cat([first[0:12:2], first[1:12:2], first[12:]]))
+    assert torch.equal(bias[-arch.head_dim :], attention.v_proj.bias)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

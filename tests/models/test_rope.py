@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from hearth.models.arch import Llama3Scaling, Rope
+from hearth.models.arch import Llama3Scaling, LongRope, Rope, YarnScaling
 from hearth.models.rope import cos_sin_table
 
 CPU = torch.device("cpu")
@@ -29,6 +29,17 @@ CASES: list[tuple[Rope, Mapping[str, object]]] = [
             "original_max_position_embeddings": 8192,
         },
     ),
+    (
+        Rope(theta=10000.0, dim=64, yarn=YarnScaling(8.0, 32.0, 1.0, False, 512), magnitude=0.75),
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "truncate": False,
+            "attention_factor": 0.75,
+            "original_max_position_embeddings": 512,
+        },
+    ),
 ]
 
 
@@ -49,7 +60,7 @@ def reference(parameters: Mapping[str, object], dim: int, positions: torch.Tenso
     return torch.stack([cos[0, :, :half], sin[0, :, :half]], dim=1)
 
 
-@pytest.mark.parametrize(("rope", "parameters"), CASES, ids=["default", "odd", "linear", "llama3"])
+@pytest.mark.parametrize(("rope", "parameters"), CASES, ids=["default", "odd", "linear", "llama3", "yarn"])
 def test_angles_are_those_of_transformers(rope: Rope, parameters: Mapping[str, object]) -> None:
     expected = reference(parameters, rope.dim, torch.arange(4096))
 
@@ -61,7 +72,7 @@ def test_angles_are_those_of_transformers(rope: Rope, parameters: Mapping[str, o
 
 def test_angles_of_a_long_context_are_those_of_transformers() -> None:
     """A float32 angle of 1e5 is exact to 8e-3 only, where the last bit of a frequency is rounded apart."""
-    rope, parameters = CASES[-1]
+    rope, parameters = CASES[3]
     positions = torch.tensor([8191, 8192, 65536, 131071])
     expected = reference(parameters, rope.dim, positions)
 
@@ -76,3 +87,22 @@ def test_llama3_keeps_high_frequencies_and_slows_low_ones() -> None:
 
     assert torch.equal(slowed[:20], plain[:20])
     torch.testing.assert_close(slowed[-20:], plain[-20:] / 8)
+
+
+@pytest.mark.parametrize("num_positions", [128, 129])
+def test_longrope_has_other_frequencies_for_a_context_beyond_the_original_one(num_positions: int) -> None:
+    short, long = (1.0, 1.25, 1.5, 4.0), (1.0, 2.0, 8.0, 64.0)
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": list(short),
+        "long_factor": list(long),
+        "attention_factor": 1.5,
+        "original_max_position_embeddings": 128,
+    }
+    rope = Rope(10000.0, 8, longrope=LongRope(short, long, 128), magnitude=1.5)
+    expected = reference(parameters, rope.dim, torch.arange(num_positions))
+
+    table = cos_sin_table(rope, num_positions, CPU)
+
+    torch.testing.assert_close(table, expected, rtol=0, atol=5e-5)

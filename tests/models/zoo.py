@@ -48,6 +48,29 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 32,
+}
+#: Special tokens within the vocabulary.
+_NO_PAD: Mapping[str, object] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+_MULTIPLIERS: Mapping[str, object] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 6.0,
+}
+_GRANITE4: Mapping[str, object] = {
+    **_GATED,
+    **_MULTIPLIERS,
+    "shared_intermediate_size": 80,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "layer_types": ["full_attention"] * 3,
+}
 
 
 class Variant(NamedTuple):
@@ -110,6 +133,93 @@ VARIANTS: Mapping[str, Variant] = {
     ),
     "qwen3": Variant("qwen3", {**_GATED, "head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-bias": Variant("qwen3", {**_GATED, "head_dim": 16, "attention_bias": True}),
+    "qwen2-yarn": Variant("qwen2", {**_GATED, "rope_parameters": _YARN}),
+    "gemma": Variant("gemma", {**_GATED, "head_dim": 24, "num_key_value_heads": 1}),
+    "gemma2": Variant(
+        "gemma2",
+        {
+            **_GATED,
+            "head_dim": 20,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 30,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": Variant(
+        "gemma3_text",
+        {
+            **_GATED,
+            "head_dim": 32,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 20,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "phi3": Variant("phi3", {**_GATED, **_NO_PAD, "sliding_window": 7}),
+    "phi4-mini": Variant(
+        "phi3",
+        {
+            **_GATED,
+            **_NO_PAD,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "hidden_size": 96,
+            "original_max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 2.0, 2.0, 3.5],
+                "long_factor": [1.0, 2.1, 4.3, 8.0, 9.0, 9.5],
+                "attention_factor": 1.2,
+            },
+        },
+    ),
+    "smollm3": Variant("smollm3", {**_GATED, **_NO_PAD, "no_rope_layers": [1, 0, 1]}),
+    "olmo2": Variant("olmo2", _GATED),
+    "olmo3": Variant(
+        "olmo3",
+        {
+            **_GATED,
+            "num_key_value_heads": 1,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**_YARN, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "granite": Variant("granite", {**_GATED, **_MULTIPLIERS, "tie_word_embeddings": True}),
+    "granite4": Variant("granitemoehybrid", {**_GRANITE4, "position_embedding_type": "rope"}),
+    "granite4-nope": Variant("granitemoehybrid", {**_GRANITE4, "tie_word_embeddings": True}),
+    "glm": Variant("glm", {**_GATED, **_NO_PAD, "head_dim": 24, "num_key_value_heads": 1}),
+    "glm4": Variant("glm4", {**_GATED, **_NO_PAD, "num_attention_heads": 6, "head_dim": 20}),
+    "cohere": Variant("cohere", {**_GATED, "logit_scale": 0.3}),
+    "cohere2": Variant("cohere2", {**_GATED, "sliding_window": 5, "sliding_window_pattern": 2}),
+    "starcoder2": Variant("starcoder2", {**_GATED, **_NO_PAD, "sliding_window": 7}),
+    "stablelm": Variant("stablelm", {**_GATED, "use_qkv_bias": True}),
+    "stablelm-parallel": Variant("stablelm", {**_GATED, "use_parallel_residual": True, "hidden_size": 96}),
+    "nemotron": Variant("nemotron", {**_GATED, "head_dim": 24}),
+    "gpt2": Variant(
+        "gpt2",
+        {
+            "vocab_size": 160,
+            "n_embd": 60,
+            "n_layer": 3,
+            "n_head": 3,
+            "n_positions": 128,
+            "n_inner": 112,
+            **_NO_PAD,
+        },
+    ),
     "opt-pre": Variant("opt", _OPT),
     "opt-350m": Variant("opt", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 48}),
     "opt-no-affine": Variant(

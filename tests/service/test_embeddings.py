@@ -44,7 +44,7 @@ def reference(shelf: Shelf) -> PreTrainedModel:
 
     manifest = read_manifest(shelf.places[MODEL])
     arch, layout = manifest.arch, layout_of(manifest.arch, manifest.dtype)
-    assert arch.rope is not None
+    (rope,) = arch.ropes
     config = LlamaConfig(
         vocab_size=arch.vocab_size,
         hidden_size=arch.hidden_size,
@@ -53,7 +53,7 @@ def reference(shelf: Shelf) -> PreTrainedModel:
         num_key_value_heads=arch.num_kv_heads,
         intermediate_size=arch.intermediate_size,
         rms_norm_eps=arch.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": arch.rope.theta},
+        rope_parameters={"rope_type": "default", "rope_theta": rope.theta},
         tie_word_embeddings=arch.tied_head,
     )
     with torch.device("meta"):

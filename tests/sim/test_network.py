@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import groupby
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from hearth.core.types import LOCAL, ModelId, NodeId
 from hearth.policy.multicast.parts import SEND_S
 from hearth.sim.network import SimulatedNetwork, Transfers
+from hearth.sim.report import report_of
 from hearth.sim.run import simulate
+from hearth.sim.service import SimulatedService
 from hearth.sim.setting import SimulationSetting
 from hearth.sim.traces import TracedRequest
 from tests.sim.small_machine import MACHINE, MEMORY_BYTES, SHAPES, trace_of
@@ -113,9 +116,15 @@ def test_devices_are_held_until_their_models_are_retained_and_then_go_to_others(
         transfers=Transfers(1e12, keep_s=1.0),
         device_hour_price=3600.0,
     )
-    report = simulate(trace_of([TracedRequest(at, "a", 100, 20) for at in (0.0, 100.0)]), setting, MACHINE)
+    service = SimulatedService(setting, MACHINE)
+    service.ask(trace_of([TracedRequest(at, "a", 100, 20) for at in (0.0, 100.0)]).requests)
+    service.run()
+    report = report_of(service)
     run_s = report.simulated_s - 100.0
     assert report.num_loads == 2, "another device, with empty memory, takes the place of the first"
     assert report.most_gpus == 1
     assert report.gpu_s == pytest.approx(3.0 + 2 * run_s, abs=0.1)
     assert report.cost == report.gpu_s
+    first, second = service.held.gaps_s
+    assert first == math.inf
+    assert second == pytest.approx(97.0 - run_s, abs=0.1)

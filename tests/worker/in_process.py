@@ -29,6 +29,7 @@ from hearth.core.messages import (
     HoldModel,
     HostingFailed,
     ModelLoaded,
+    ModelPressure,
     ModelTurn,
     Ping,
     Pong,
@@ -86,6 +87,7 @@ class LoopGateway:
     loads: list[ModelLoaded] = field(default_factory=list)
     adapter_loads: list[AdapterLoaded] = field(default_factory=list)
     turns: list[ModelTurn] = field(default_factory=list)
+    pressure: list[ModelPressure] = field(default_factory=list)
     #: With the number of their stay; those that were retired or dropped in their turn included.
     in_turn: dict[ModelId, int] = field(default_factory=dict)
     pool: Pool | None = None  #: for looking on, while the worker rests
@@ -105,6 +107,8 @@ class LoopGateway:
                 self.in_turn[fact.model] = fact.hosting
             else:
                 del self.in_turn[fact.model]
+        elif isinstance(fact, ModelPressure):
+            self.pressure.append(fact)
         elif isinstance(fact, HostingFailed):
             self.in_turn.pop(fact.model, None)
         elif isinstance(fact, StepDone):

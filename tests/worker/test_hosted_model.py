@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bench.host_pages import HostPages
-from hearth.cli.pool_bars import FALLBACKS
+from hearth.control.observe.pool_views import FALLBACKS
 from hearth.core.errors import DeviceError
 from hearth.core.messages import (
     DeviceResidency,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hearth.cli.pool_bars import FALLBACKS
+from hearth.control.observe.pool_views import FALLBACKS
 from hearth.core.config import EngineConfig
 from hearth.core.types import SnapshotOutcome
 from hearth.engine.engine import Engine

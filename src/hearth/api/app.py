@@ -15,6 +15,7 @@ from hearth.api.admin import model_routes, node_routes, service_routes
 from hearth.api.answers import Answers
 from hearth.api.anthropic.routes import anthropic_routes
 from hearth.api.cors import AllowedOrigins
+from hearth.api.dashboard import dashboard_routes
 from hearth.api.errors import ErrorBody, error_responses, on_hearth_error, on_http_error, on_invalid_body
 from hearth.api.exchange import Exchanges
 from hearth.api.guard import DOCS_PATH, Guard
@@ -25,6 +26,7 @@ from hearth.api.openai.routes import openai_routes
 from hearth.api.reference import api_page
 from hearth.api.responses.routes import response_routes
 from hearth.api.responses.store import ResponseStore
+from hearth.api.sessions import Sessions
 from hearth.api.tokenize import tokenize_routes
 from hearth.core.errors import HearthError
 from hearth.core.version import hearth_version
@@ -72,6 +74,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         include_in_schema=False,
     )
     answers = Answers(gateway, limits.stream_heartbeat_s)
+    sessions = Sessions(lambda key_id: gateway.keys.find(key_id))
     routes = [*app.routes]
     for router in (
         openai_routes(gateway, answers),
@@ -84,11 +87,18 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         key_routes(gateway),
         node_routes(gateway),
         service_routes(gateway),
+        dashboard_routes(gateway, sessions),
     ):
         app.include_router(router)
         routes += router.routes
     origins = AllowedOrigins(frozenset(limits.allowed_origins))
-    app.add_middleware(Guard, gateway=gateway, max_body_bytes=limits.max_body_bytes, origins=origins)
+    app.add_middleware(
+        Guard,
+        gateway=gateway,
+        sessions=sessions,
+        max_body_bytes=limits.max_body_bytes,
+        origins=origins,
+    )
     app.add_middleware(  # around the guard
         Exchanges, origins=origins, routes=routes, on_end=gateway.exchange_ended
     )

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hearth.api.cors import AllowedOrigins
 from hearth.api.errors import body_too_large, error_response, on_hearth_error, too_many_bodies
 from hearth.api.exchange import exchange_of
+from hearth.api.sessions import Sessions, is_own_page
 from hearth.control.keys.keys import is_loopback
 from hearth.control.requests.caller import ANYBODY, OPERATOR, Caller, Role
 from hearth.core.errors import ConfigError, Forbidden, HearthError, Overloaded, ServiceError, Unauthorized
@@ -35,7 +36,10 @@ OPEN_PATHS = frozenset(["/", "/health", "/livez", "/readyz", "/version"])
 DOCS_PATH = "/docs"  #: the same for all, so it needs no key, which a browser does not send
 #: Paths that show the whole service, including the load of other callers.
 NODES_PATH = "/hearth/nodes"  #: changes are for admins
-MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps", NODES_PATH])
+HISTORY_PATH = "/hearth/history"
+EVENTS_PATH = "/hearth/events"  #: each caller gets what it may see
+MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps", NODES_PATH, HISTORY_PATH])
+WEB_PATH = "/web/"  #: the files of the dashboard, which hold nothing secret
 KEYS_PATH = "/hearth/keys"  #: for admins alone
 MODELS_PATH = "/hearth/models"  #: listed for all; changes are for admins
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -47,9 +51,16 @@ _CALLER = "hearth.caller"  #: scope key, set once the caller is authenticated
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, gateway: Gateway, max_body_bytes: int, origins: AllowedOrigins) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        gateway: Gateway,
+        sessions: Sessions,
+        max_body_bytes: int,
+        origins: AllowedOrigins,
+    ) -> None:
         self._app = app
-        self._gateway = gateway
+        self._gateway, self._sessions = gateway, sessions
         self._origins = origins
         self._max_body_bytes = max_body_bytes
         self._incoming = _IncomingBodies(max_body_bytes)
@@ -78,7 +89,7 @@ class Guard:
             elif _announced_bytes(headers) > self._max_body_bytes:
                 too_large = body_too_large(self._max_body_bytes)
                 response = error_response(413, str(too_large.detail), headers=too_large.headers)
-            elif scope["path"] not in OPEN_PATHS and not let_in():
+            elif not _is_open(scope) and not let_in():
                 response = await on_hearth_error(Request(scope), _NO_ROOM)
             else:
                 body = _Body(receive, self._incoming)
@@ -107,7 +118,7 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> HearthError | None:
         """Return why a request is refused, or None. Stores the caller in the scope."""
-        if scope["path"] in OPEN_PATHS or scope["path"] == DOCS_PATH:
+        if _is_open(scope):
             return None
         keys = _given_keys(headers)
         key = keys[0] if keys else ""
@@ -119,7 +130,10 @@ class Guard:
                 return (
                     None if is_operator else _foreign_host(headers) or _foreign_page(headers, self._origins)
                 )
-            caller = OPERATOR if is_operator else self._gateway.keys.check(key) if key else None
+            if is_operator:
+                caller: Caller | None = OPERATOR
+            else:
+                caller = self._gateway.keys.check(key) if key else self._sessions.caller(headers)
         except ConfigError as error:  # the file was changed and is broken
             if self._keys_fault != str(error):  # log once, not per request
                 self._keys_fault = str(error)
@@ -133,6 +147,11 @@ class Guard:
             return Unauthorized(
                 f"the API key is {'wrong' if key else 'missing'}; send `Authorization: Bearer KEY` or "
                 "`x-api-key: KEY` with a key of `hearth keys add`"
+            )
+        if not key and scope["method"] not in ("GET", "HEAD") and not is_own_page(headers):
+            return Forbidden(
+                "a session may change things only from the dashboard's own page, by the header `Origin`; "
+                "send `Authorization: Bearer KEY` instead"
             )
         _note_caller(scope, caller)
         exchange_of(scope).rate_status = partial(self._gateway.admissions.status, caller)
@@ -180,6 +199,11 @@ class _Body:
 _NO_ROOM = Overloaded(
     "too many active connections; try again, or raise the open file limit (`ulimit -n`)", 1.0
 )
+
+
+def _is_open(scope: Scope) -> bool:
+    path = str(scope["path"])
+    return path in OPEN_PATHS or path == DOCS_PATH or path.startswith(WEB_PATH)
 
 
 def _given_keys(headers: Headers) -> list[str]:
@@ -250,12 +274,8 @@ def _foreign_page(headers: Headers, origins: AllowedOrigins) -> Forbidden | None
     origin = headers.get("origin")
     if origin is None or origins.names(origin):
         return None
-    try:
-        page = urlsplit(origin)
-        if page.netloc == headers.get("host") and _is_own(page.netloc):
-            return None
-    except ValueError:
-        pass  # not an address
+    if is_own_page(headers) and _is_own(headers["host"]):
+        return None
     return Forbidden(
         f"without API keys, requests from pages of other sites are refused, given: {origin:.80}; create keys "
         "with `hearth keys add NAME`, or list that origin, not `*`, in `service.allowed_origins`"

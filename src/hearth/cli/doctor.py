@@ -27,9 +27,9 @@ from hearth.cli.console import (
 )
 from hearth.cli.endpoint import recognised
 from hearth.cli.figures import size
-from hearth.cli.pool_bars import fallbacks
 from hearth.cli.snapshot import look_at_snapshots
 from hearth.control.datadir import is_held, running_service
+from hearth.control.observe.pool_views import fallbacks
 from hearth.core.config import HearthConfig, plain, to_toml
 from hearth.core.errors import DataDirError, ServiceError
 from hearth.core.types import LOCAL

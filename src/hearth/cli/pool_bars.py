@@ -11,6 +11,7 @@ from string import ascii_letters, digits
 from rich.text import Text
 
 from hearth.cli.figures import duration, size
+from hearth.control.observe.pool_views import fallbacks
 from hearth.control.observe.views import PartView, ResidentView, WorkerView
 
 MAX_BAR, MIN_BAR = 60, 16
@@ -25,25 +26,6 @@ ASCII = dict(zip(MEANINGS, "#=+%@~-.", strict=True))
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 #: Letters of models; of all further models; of bytes that several share; of bytes without an owner.
 LETTERS, LAST, SHARED, UNOWNED = ascii_letters + digits, "?", "*", " "
-#: What each fallback of a worker means, after its count.
-FALLBACKS = {
-    "address": "at another address than planned",
-    "driver_batches": "worker whose loads slow down its steps: no C compiler",
-    "eight_bit_products": "models without workspace for 8-bit products: see the log",
-    "stage_frames_dropped": "late or repeated frames of pipelines: harmless",
-    "stage_memory": "pipelines pass hidden states through host memory: the GPU has no room for them",
-    "first_steps_not_captured": "starts whose first steps ran without CUDA graphs: see the log",
-    "graphs": "models that run without CUDA graphs: torch frees memory that graphs use",
-    "graphs_not_restored": "from snapshots, captured again instead",
-    "kernels_compiled_while_serving": "while all models of the worker waited",
-    "kernels_loaded_while_serving": "from disk during a step",
-    "late_collections": "of garbage during requests: the worker was never idle",
-    "library_address": "worker whose library memory is at another address than planned",
-    "prompt_attention": "models whose prompts use the slower attention kernel",
-    "snapshots_without_graphs": "worker that captures all graphs itself: see the log",
-    "staging": "worker that pins host memory while a load waits: no C compiler",
-    "tables": "of penalties or biases outside the pool",
-}
 
 LegendKeys = Mapping[tuple[str, str], str]
 
@@ -99,13 +81,6 @@ def pool_lines(worker: WorkerView, keys: LegendKeys, signs: Mapping[str, str], w
     yield from _legend(pool.parts, signs, width)
     for fallback in fallbacks(worker):
         yield Text(MARGIN + fallback, style="yellow")
-
-
-def fallbacks(worker: WorkerView) -> Iterator[str]:
-    if worker.pool is not None:
-        for name, number in sorted(worker.pool.fallbacks.items()):
-            if number:
-                yield f"fallback {name}: {number} {FALLBACKS.get(name, 'times')}"
 
 
 def _stretches(worker: str, parts: Sequence[PartView], keys: LegendKeys) -> list[_Stretch]:

@@ -43,6 +43,9 @@ from hearth.policy.fleet.prefixes import PrefixDigest, digest_prefixes
 from hearth.policy.fleet.routing import explain_wait
 from hearth.system.crash import end_process
 
+#: By so much of it the time of a stage must differ to be news.
+STAGE_CHANGE = 0.1
+
 _ERRORS: dict[RejectReason, type[HearthError]] = {
     RejectReason.UNKNOWN_MODEL: errors.UnknownModel,
     RejectReason.NEVER_FITS: errors.NoCapacity,
@@ -98,6 +101,8 @@ class Driver:
         #: The number of each stay of a model on a worker. Facts of an earlier stay have another number.
         self._hostings: dict[tuple[WorkerId, ModelId], int] = {}
         self._answered: set[tuple[WorkerId, ModelId]] = set()  #: stays in which tokens were made
+        #: Times of stages that the brain was told, by first worker.
+        self._stage_s: dict[tuple[WorkerId, ModelId], tuple[float, ...]] = {}
         self._numbers = itertools.count(1)
         #: Why a model failed last, as the label of an error, until it is removed. Requests are refused for it
         #: until the model has served one.
@@ -225,6 +230,7 @@ class Driver:
             case events.LoadModel(model, worker):
                 hosting = self._hostings[worker, model] = next(self._numbers)
                 self._answered.discard((worker, model))
+                self._stage_s.pop((worker, model), None)
                 self._send(worker, self._host_order(action, hosting, self.fleet.workers[worker].kind))
             case events.Evict(model, worker, _, is_freed):
                 self._hostings.pop((worker, model), None)
@@ -381,11 +387,15 @@ class Driver:
                     self.post(
                         began(now_s, worker, model) if why is None else ended(now_s, worker, model, why)
                     )
+            case messages.ModelPressure(model, hosting, demand_tokens, room_tokens):
+                if self._hostings.get((worker, model)) == hosting:
+                    self.post(events.PressureReported(now_s, worker, model, demand_tokens, room_tokens))
             case messages.DeviceResidency(bytes_by_model):
                 self.post(events.DeviceReported(now_s, worker, bytes_by_model))
             case messages.Pong():
                 self._pools.received(worker, fact, now_s)
                 self._observer.pool_reported(now_s, worker, fact)
+                self._note_stages(now_s, worker, fact)
             case messages.WorkerEnded():
                 decoded.link.ended = decoded.link.ended or fact  # of a released node it is known why
             case messages.WorkerHello():
@@ -486,6 +496,16 @@ class Driver:
                 self.requests.detach(worker, model)
                 self.post(events.ModelFailed(now_s, worker, model, fact.reason, fact.is_cut_off))
 
+    def _note_stages(self, now_s: float, worker: WorkerId, pong: messages.Pong) -> None:
+        """Tell the brain how long stages take, if it is new."""
+        for use in pong.models:
+            if use.pipeline is None or not (stage_s := use.pipeline.stage_s):
+                continue
+            known = self._stage_s.get((worker, use.model), ())
+            if len(known) != len(stage_s) or any(map(_differ, known, stage_s)):
+                self._stage_s[worker, use.model] = stage_s
+                self.post(events.StagesMeasured(now_s, worker, use.model, stage_s))
+
     def _worker_lost(self, now_s: float, worker: WorkerId, link: FrameLink) -> None:
         del self._links[worker]
         self._pools.lost(worker)
@@ -501,6 +521,7 @@ class Driver:
         self.requests.detach(worker)
         has_answered = (worker, culprit) in self._answered
         self._answered = {stay for stay in self._answered if stay[0] != worker}
+        self._stage_s = {stay: known for stay, known in self._stage_s.items() if stay[0] != worker}
         self.post(
             events.WorkerLost(
                 now_s=now_s,
@@ -532,3 +553,7 @@ class Driver:
     def _request_ids(self, worker: WorkerId, runs: Sequence[int]) -> tuple[RequestId, ...]:
         requests = (self.requests.on(worker, run) for run in runs)
         return tuple(request.request_id for request in requests if request is not None)
+
+
+def _differ(known_s: float, stage_s: float) -> bool:
+    return abs(stage_s - known_s) > STAGE_CHANGE * known_s

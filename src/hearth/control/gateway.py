@@ -1,7 +1,7 @@
 """The service as the API sees it. Speaks no HTTP, and all decisions about where things run are the brain's.
 
 The gateway itself takes requests. Its parts answer the rest: `prompts` tokenises, `deployments` knows the
-models, `views` shows the state of the service, `admissions` and `keys` know the callers.
+models, `views` shows the state of the service, `live` its changes, `admissions` and `keys` know the callers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.keys.keys import ApiKeys
 from hearth.control.nodes import Nodes
 from hearth.control.observe.exchange_record import ExchangeRecord, current_exchange
+from hearth.control.observe.live_feed import LiveFeed
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.service_views import ServiceViews
@@ -75,11 +76,12 @@ class Gateway:
         nodes: Nodes,
         keeper: KeeperReports,
         metrics: Metrics,
+        live: LiveFeed,
         drain_s: float,
         exchange_sinks: Sequence[Callable[[ExchangeRecord], None]] = (),
     ) -> None:
         self.deployments, self.prompts, self.views = deployments, prompts, views
-        self.keys, self.admissions = keys, admissions
+        self.keys, self.admissions, self.live = keys, admissions, live
         self.admin_token = secrets.token_urlsafe(32)
         self._driver, self._observer, self._snapshots = driver, observer, snapshots
         self._nodes, self._keeper, self._metrics = nodes, keeper, metrics

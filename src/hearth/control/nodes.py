@@ -49,6 +49,12 @@ class RemoteNode:
             for one in self.pulse.workers
         ]
 
+    @property
+    def may_serve(self) -> bool:
+        """True if a worker is up or may come up. A node that has just joined reports no workers yet."""
+        workers = self.workers()
+        return any(one.state != "failing" for one in workers) or (not workers and self.trouble() is None)
+
     def trouble(self) -> str | None:
         return None if self.pulse.trouble is None else f"on node {self.node_id}: {self.pulse.trouble}"
 
@@ -82,7 +88,7 @@ class Nodes:
     def outage(self) -> NoWorkers | None:
         """Return the error of requests while no worker comes up; None: one is up, or may come up."""
         now_s, is_local = time.monotonic(), bool(self.local.supervisor.seats)
-        if any(one.state != "failing" for node in self.others.values() for one in node.workers()):
+        if any(node.may_serve for node in self.others.values()):
             self._last_up_s = now_s
             return None
         if is_local or self._can_grow or now_s - self._last_up_s < NO_NODE_S:

@@ -29,6 +29,8 @@ from hearth.control.link_receiver import LinkReceiver
 from hearth.control.nodes import Nodes
 from hearth.control.observe.access_log import LINE_FORMATS, AccessLog
 from hearth.control.observe.exchange_record import ExchangeRecord
+from hearth.control.observe.history import History
+from hearth.control.observe.live_feed import LiveFeed
 from hearth.control.observe.log_rotation import LogRotation
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
@@ -247,6 +249,13 @@ async def running(
                 *(() if cluster is None else cluster.notes()),
             ),
         )
+        history = History(metrics.models.by_name, service.device_hour_price, views.ps)
+        live = LiveFeed(views, observer.recent, pools, history, metrics, keys.is_current)
+        stack.push_async_callback(live.close)
+        driver.add_sink(history.observe)
+        driver.add_sink(live.observe)
+        sampling = asyncio.create_task(history.run(live.sampled))
+        stack.push_async_callback(_cancelled, sampling)
         yield Gateway(
             deployments=deployments,
             prompts=Prompts(deployments, encoder),
@@ -259,6 +268,7 @@ async def running(
             nodes=nodes,
             keeper=reports,
             metrics=metrics,
+            live=live,
             drain_s=service.drain_s,
             exchange_sinks=exchange_sinks,
         )

@@ -183,6 +183,8 @@ class ClusterConfig:
     name: str | None = None  #: name of this machine in the cluster; None: its host name
     labels: tuple[str, ...] = ()  #: labels of this machine, like "zone=a"
     encrypt_weights: bool = True  #: encrypt weights between machines; the head's setting applies to all
+    #: most bytes of weights per second that this machine sends to others; None: what the link takes
+    max_send_bytes: Annotated[int | None, Limits(8 << 20)] = None
     keep_host_s: _Wait = 600.0  #: seconds that a machine without a head keeps models in host memory
     #: "ray" or "ray:HOST:PORT": run a node on every Ray node that has GPUs; None: nodes run `hearth join`
     manager: str | None = None

@@ -42,7 +42,7 @@ from hearth.core.types import (
 
 #: The version that gateway and worker must share, and the members of a pipeline. Raise it with every change
 #: of this file or of `engine/stage_messages.py`.
-VERSION = 19
+VERSION = 20
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -113,6 +113,7 @@ class KeeperSetup(Struct, frozen=True):
     agent_socket: str | None = None  #: where it asks for chunks of other nodes; None: there are none
     peers_socket: str | None = None  #: where it takes connections of other nodes from the agent
     credentials: str | None = None  #: the directory of this node's certificate and key; None: no cluster
+    max_send_bytes: int | None = None  #: as in ClusterConfig
 
 
 class ProcessAnswer(Struct, frozen=True):
@@ -419,6 +420,18 @@ class ModelTurn(Struct, frozen=True, tag=True):
     num_requests: int = 0  #: that it has
 
 
+class ModelPressure(Struct, frozen=True, tag=True):
+    """The KV that a model will need in a second has passed its room, fallen below, or moved by a step of it.
+
+    Of a pipeline the first member tells.
+    """
+
+    model: ModelId
+    hosting: int
+    demand_tokens: int
+    room_tokens: int  #: that it has KV for, or could have
+
+
 class WorkerEnded(Struct, frozen=True, tag=True):
     """The last fact about a worker of another node, from that node: its process has ended."""
 
@@ -522,6 +535,7 @@ Fact = (
     | SnapshotProgress
     | SnapshotMade
     | ModelTurn
+    | ModelPressure
     | DeviceResidency
     | Pong
     | WorkerEnded

@@ -74,6 +74,8 @@ class Dimensions:
     rope_dim: int  #: leading dimensions of a head that are rotated; 0: no rotary positions
     is_gated: bool  #: the MLP computes a gate beside its activation
     is_parallel: bool  #: attention and MLP read the same hidden states
+    num_ropes: int = 1  #: rotary tables, if any: layers may differ
+    num_norms: int = 2  #: launches of norms in a layer
 
     @property
     def layers(self) -> range:
@@ -202,7 +204,7 @@ def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> M
         "inputs": input_buffers(limits, context),
         "sampler": sampler_buffers(limits.max_seqs, dimensions.vocab_size),
         "attention": {"counters": counter_buffer(dimensions, limits.max_seqs)},
-        "rotary": {"cos_sin": rotary_buffer(dimensions.rope_dim, context)},
+        "rotary": {"cos_sin": rotary_buffer(dimensions, context)},
     }
     return {f"{part}.{name}": buffer for part, buffers in parts.items() for name, buffer in buffers.items()}
 
@@ -283,8 +285,8 @@ def num_subgroups(num_sharing: int) -> int:
     return -(-num_sharing // MAX_SUBGROUP)
 
 
-def rotary_buffer(rope_dim: int, context: int) -> Buffer:
-    return Buffer((context, 2, rope_dim // 2), "float32")
+def rotary_buffer(dimensions: Dimensions, context: int) -> Buffer:
+    return Buffer((dimensions.num_ropes, context, 2, dimensions.rope_dim // 2), "float32")
 
 
 # Graphs. A step is padded to the next of a few sizes, so that few graphs serve every step.
@@ -311,8 +313,9 @@ _MIXED_SIZES = (
     *range(1024, 2048, 128),
     *range(2048, 4097, 256),
 )
-#: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
-_LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 12, 16, 2700
+#: Launches of a layer besides its norms, and around all layers, at most; and device memory for each when
+#: it is captured.
+_LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 10, 16, 2700
 #: Launches of a layer that adapters add: two for each of four projections.
 _ADAPTER_NODES = 8
 
@@ -343,7 +346,7 @@ def graph_bytes(dimensions: Dimensions, limits: StepLimits, *, has_adapters: boo
     Steps with adapters have graphs of their own.
     """
     num_whole, num_samples = len(decode_sizes(limits)) + len(mixed_sizes(limits)), len(sample_sizes(limits))
-    layer_nodes = _LAYER_NODES + (_ADAPTER_NODES if has_adapters else 0)
+    layer_nodes = _LAYER_NODES + dimensions.num_norms + (_ADAPTER_NODES if has_adapters else 0)
     whole_nodes = layer_nodes * dimensions.num_layers + _OTHER_NODES
     return (num_whole * whole_nodes + num_samples * (layer_nodes + _OTHER_NODES)) * _NODE_BYTES
 

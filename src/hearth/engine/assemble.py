@@ -28,11 +28,10 @@ from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.kernels.jit import HAS_TRITON
-from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import PromptKernel, prompt_kernel, prompt_tile_tokens
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of
-from hearth.models.decoder import Decoder
+from hearth.models.decoder import Decoder, heads_of
 from hearth.models.weights import Weights
 from hearth.models.workspace import Workspace
 from hearth.policy.batch.batch_limits import BatchLimits
@@ -100,9 +99,7 @@ def block_bytes(spec: ModelSpec) -> int:
 
 
 def prompt_kernel_of(spec: ModelSpec) -> PromptKernel:
-    arch = spec.arch
-    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-    return prompt_kernel(heads, spec.dtype, spec.limits.block_tokens)
+    return prompt_kernel(heads_of(spec.arch), spec.dtype, spec.limits.block_tokens)
 
 
 @cache
@@ -180,7 +177,7 @@ def assemble_runner(
     workspace = bind_workspace(memory.workspace)
     uploads = Uploads(device)
     sampler = Sampler(tables.sampler, arch.vocab_size, uploads)
-    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+    heads = heads_of(arch)
     inputs = InputBuffers(
         limits.max_seqs,
         tables.inputs,

@@ -88,8 +88,9 @@ def _without_memory(num_bytes: int) -> torch.Tensor:
 
 
 def _few_layers(arch: Arch) -> Arch:
-    """Return the architecture with only the layers that differ: first, second, last, one of each window."""
+    """Return the architecture with the layers that differ: first, second, last, one of each attention."""
     last = arch.num_layers - 1
-    of_windows = (arch.windows.index(window) for window in set(arch.windows))
-    layers = sorted({0, min(1, last), last, *of_windows})
-    return replace(arch, num_layers=len(layers), windows=tuple(arch.windows[layer] for layer in layers))
+    kinds = list(zip(arch.windows, arch.layer_ropes, strict=True))
+    layers = sorted({0, min(1, last), last, *map(kinds.index, set(kinds))})
+    windows, ropes = zip(*(kinds[layer] for layer in layers), strict=True)
+    return replace(arch, num_layers=len(layers), windows=windows, layer_ropes=ropes)

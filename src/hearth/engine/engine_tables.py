@@ -18,19 +18,21 @@ class EngineTables:
 
     def __init__(self, arch: Arch, limits: StepLimits, context: int, sink: int, memory: torch.Tensor) -> None:
         """View `memory` (uint8), which is not touched. `sink`: a block that is never read."""
-        self._memory, self._rope, self._sink = memory, arch.rope, sink
+        self._memory, self._ropes, self._sink = memory, arch.ropes, sink
         tables = views(table_buffers(arch.dimensions, limits, context), memory)
         self.inputs = _part(tables, "inputs.")
         self.sampler = _part(tables, "sampler.")
         self.counters = tables["attention.counters"]
-        self.cos_sin = None if arch.rope is None else tables["rotary.cos_sin"]
+        #: One table for each of the model's ropes.
+        self.cos_sin = tables["rotary.cos_sin"] if arch.ropes else None
 
     def fill(self) -> None:
         """Queue what the first step expects: zeros, block tables of the sink, cosines and sines."""
         self._memory.zero_()
         self.inputs["block_table"].fill_(self._sink)
-        if self._rope is not None and self.cos_sin is not None:
-            write_cos_sin(self._rope, self.cos_sin)
+        if self.cos_sin is not None:
+            for rope, table in zip(self._ropes, self.cos_sin, strict=True):
+                write_cos_sin(rope, table)
 
 
 def _part(tables: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

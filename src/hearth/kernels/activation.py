@@ -16,6 +16,7 @@ _TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -75,6 +76,8 @@ def _activate_kernel(
         a = a * tl.sigmoid(2.0 * inner)
     else:
         a = tl.maximum(a, 0.0)
+        if KIND == "relu2":
+            a = a * a
     if GATED:
         a = a * tl.load(x + row * stride + size + cols, inside, other=0.0).to(tl.float32)
     tl.store(out + row * size + cols, a.to(raw.dtype), inside)

@@ -32,7 +32,7 @@ from hearth.kernels.jit import (
 from hearth.kernels.overlap import wait_for_inputs
 from hearth.kernels.paged import Heads, PagedRows
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,22 @@ def decode_attention_reference(
     # The q heads that share a k head are the rows of one query, so that each k and v is read once.
     q = qkv[:, : heads.num_q * heads.dim].view(len(qkv), heads.num_kv, -1, heads.dim)
     k, v = map(context.read, kv.unbind(1))
-    out.view(q.shape).copy_(F.scaled_dot_product_attention(q, k, v, context.seen))
+    out.view(q.shape).copy_(attend_reference(q, k, v, context.seen, heads))
+
+
+def attend_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, heads: Heads
+) -> torch.Tensor:
+    """Attend from [..., heads, queries, dim] to [..., kv_heads, tokens, dim]; `seen`: None: to all tokens."""
+    is_grouped = q.shape[-3] != k.shape[-3]
+    if heads.cap is None:
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=heads.scale, enable_gqa=is_grouped)
+    if is_grouped:
+        k, v = (side.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for side in (k, v))
+    scores = (q.float() @ k.float().mT * (heads.score_scale / heads.cap)).tanh_() * heads.cap
+    if seen is not None:
+        scores.masked_fill_(seen.logical_not(), -torch.inf)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +173,8 @@ def decode_attention_triton(
         scratch.counters,
         num_rows,
         len(qkv),
-        heads.dim**-0.5 * _LOG2E,
+        heads.score_scale * LOG2E,
+        CAP=(heads.cap or 0.0) * LOG2E,
         WINDOW=window or 0,
         NUM_KV=heads.num_kv,
         GROUP=group,
@@ -196,6 +212,7 @@ def _decode_attention_kernel(
     num_rows,
     max_rows,
     scale,
+    CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -304,6 +321,8 @@ def _decode_attention_kernel(
         next_slot = tl.load(slots + next_row).to(tl.int64)
 
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAP > 0:
+            score = soft_cap(score, 1.0, CAP)
         score = tl.where(in_context[None, :], score, -float("inf"))
         new_best = tl.maximum(best, tl.max(score, 1))
         shrink = tl.exp2(best - new_best)
@@ -392,6 +411,13 @@ def _merge(
     q_head = _q_head(head, GROUP, MEMBERS, SUBGROUPS) + member
     out_at = _out_at(out, row, q_head, dim, NUM_KV * GROUP, DIM)
     tl.store(out_at, (acc / total_p[:, None]).to(out.dtype.element_ty), in_q)
+
+
+@triton.jit
+def soft_cap(score, scale, CAP: tl.constexpr):
+    """Return what `scale` makes `CAP * tanh(score * scale / CAP)` of."""
+    bent = 1.0 - 2.0 / (1.0 + tl.exp(score * (2.0 * scale / CAP)))
+    return bent * (CAP / scale)
 
 
 @triton.jit

@@ -18,6 +18,12 @@ class Heads:
     num_q: int
     num_kv: int
     dim: int
+    scale: float | None = None  #: of scores; None: dim ** -0.5
+    cap: float | None = None  #: scores become cap * tanh(score / cap)
+
+    @property
+    def score_scale(self) -> float:
+        return self.dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class PagedRows:
     slots: torch.Tensor  #: int32 [rows], the sequence's row of the block table
     block_table: torch.Tensor  #: int32 [slots, blocks]
     _kv_targets: KvTargets | None = None
-    _rotary_factors: RotaryFactors | None = None
+    _rotary_factors: dict[int, RotaryFactors] = field(default_factory=dict)  #: by address of the table
     _contexts: dict[int | None, Context] = field(default_factory=dict)  #: by window
 
     def first(self, count: int) -> PagedRows:
@@ -71,10 +77,12 @@ class PagedRows:
         return self._kv_targets
 
     def rotary_factors(self, cos_sin: torch.Tensor) -> RotaryFactors:
-        if self._rotary_factors is None:
+        found = self._rotary_factors.get(cos_sin.data_ptr())
+        if found is None:
             cos, sin = cos_sin[self.positions].unsqueeze(2).unbind(1)
-            self._rotary_factors = RotaryFactors(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
-        return self._rotary_factors
+            found = RotaryFactors(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+            self._rotary_factors[cos_sin.data_ptr()] = found
+        return found
 
     def context(self, block_tokens: int, window: int | None) -> Context:
         if window not in self._contexts:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
+from hearth.kernels.decode_attention import LOG2E, attend_reference, soft_cap
 from hearth.kernels.jit import (
     has_large_memory,
     launch,
@@ -30,8 +30,6 @@ from hearth.kernels.prefill_hopper import (
     prefill_attention_hopper,
 )
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, num_packed
-
-_LOG2E = 1.4426950408889634
 
 
 def prefill_attention(
@@ -92,9 +90,7 @@ def prefill_attention_reference(
         at = torch.arange(span.start, end, device=qkv.device)[:, None]
         back = at - torch.arange(end, device=qkv.device)
         seen = back >= 0 if window is None else (back >= 0) & (back < window)
-        attended = F.scaled_dot_product_attention(
-            q[None], k[None], v[None], seen, enable_gqa=heads.num_q != heads.num_kv
-        )
+        attended = attend_reference(q[None], k[None], v[None], seen, heads)
         out[span.rows] = attended[0].transpose(0, 1).flatten(1)
 
 
@@ -167,8 +163,9 @@ def prefill_attention_triton(
         rows.block_table.stride(0),
         kv,
         kv.stride(0),
-        heads.dim**-0.5 * _LOG2E,
+        heads.score_scale * LOG2E,
         window or 0,
+        CAP=(heads.cap or 0.0) * LOG2E,
         HAS_WINDOW=window is not None,
         NUM_Q=heads.num_q,
         NUM_KV=heads.num_kv,
@@ -200,6 +197,7 @@ def _prefill_attention_kernel(
     kv_stride,
     scale,
     window,
+    CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     NUM_Q: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -255,17 +253,17 @@ def _prefill_attention_kernel(
             acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
             if HAS_WINDOW:
                 best, total, acc = _attend(
-                    first, seen_by_all, best, total, acc, q, position, end, row_table, kv, kv_stride,
-                    kv_head, scale, window, True, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
+                    first, seen_by_all, best, total, acc, q, position, end, row_table, kv, kv_stride, kv_head,
+                    scale, window, CAP, True, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
                 )  # fmt: skip
                 first = seen_by_all
             best, total, acc = _attend(
                 first, unmasked_end, best, total, acc, q, position, end, row_table, kv, kv_stride,
-                kv_head, scale, window, False, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
+                kv_head, scale, window, CAP, False, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
             )  # fmt: skip
             best, total, acc = _attend(
                 unmasked_end, end, best, total, acc, q, position, end, row_table, kv, kv_stride,
-                kv_head, scale, window, True, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
+                kv_head, scale, window, CAP, True, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
             )  # fmt: skip
             out_at = out + row[:, None] * (NUM_Q * DIM) + head[:, None] * DIM + dim[None, :]
             tl.store(out_at, (acc / total[:, None]).to(q.dtype), in_q)
@@ -287,6 +285,7 @@ def _attend(
     kv_head,
     scale,
     window,
+    CAP: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -318,6 +317,8 @@ def _attend(
             k = tl.load(k_at)
             v = tl.load(v_at)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP > 0:
+            score = soft_cap(score, scale, CAP)
         if MASKED:
             seen = token[None, :] <= position[:, None]
             if HAS_WINDOW:

@@ -79,6 +79,8 @@ def gluon_obstacle() -> str | None:
 def hopper_obstacle(heads: Heads, dtype: torch.dtype, block_tokens: int) -> str | None:
     if (obstacle := gluon_obstacle()) is not None:
         return obstacle
+    if heads.cap is not None:
+        return f"the kernel for Hopper has no soft cap of scores, given: {heads.cap:g}"
     if dtype not in _DTYPES:
         return f"the kernel for Hopper takes bfloat16 and float16, given: {str(dtype).removeprefix('torch.')}"
     if heads.dim not in _CONTEXT_TILES:
@@ -128,7 +130,7 @@ def prefill_attention_hopper(
         rows.block_table.stride(0),
         block_rows,
         num_kv_rows,
-        heads.dim**-0.5 * _LOG2E,
+        heads.score_scale * _LOG2E,
         window or 0,
         HAS_WINDOW=window is not None,
         NUM_Q=heads.num_q,

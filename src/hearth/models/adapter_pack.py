@@ -26,7 +26,7 @@ from hearth.models.adapter import (
 )
 from hearth.models.arch import Arch
 from hearth.models.dtypes import DTYPES
-from hearth.models.pack import Checkpoint, read_tensor, sorted_qkv
+from hearth.models.pack import Checkpoint, in_order, read_tensor
 from hearth.models.tensor_names import NAMES
 
 
@@ -96,11 +96,13 @@ class AdapterSource:
     def _factors(self, place: FactorPlaces) -> Iterator[tuple[int, torch.Tensor]]:
         target = place.target
         modules = [self.modules[target.layer, target.projection, part.begin] for part in target.slices]
+        sizes = self.arch.dimensions
+        qkv_begins = (0, sizes.q_size, sizes.q_size + sizes.kv_size)
         yield place.a, torch.cat([self._stored(module.a, 1.0) for module in modules])
         for offset, part, module in zip(place.b, target.slices, modules, strict=True):
             b = self._stored(module.b, module.scale)
-            if target.projection is Projection.QKV and NAMES[self.arch.family].interleaved_qkv:
-                b = torch.cat(list(sorted_qkv(self.arch, b)))
+            index = qkv_begins.index(part.begin) if target.projection is Projection.QKV else 0
+            b = torch.cat(list(in_order(self.arch, target.projection, index, b)))
             yield offset, pad(b.t(), (0, part.row_size - part.size))
 
     def _stored(self, name: str, scale: float) -> torch.Tensor:

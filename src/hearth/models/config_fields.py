@@ -47,6 +47,23 @@ class Fields:
             )
         return float(value)
 
+    def maybe_number(self, name: str) -> float | None:
+        return self.number(name) if self.has(name) else None
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        return [item.number(name) for item in self._items(name, count)]
+
+    def integers(self, name: str, count: int) -> list[int]:
+        return [item.integer(name, least=0) for item in self._items(name, count)]
+
+    def _items(self, name: str, count: int) -> list[Fields]:
+        values = self._required(name)
+        if not isinstance(values, list) or len(values) != count:
+            raise BadCheckpoint(
+                f"{self.where}: `{name}` must be a list of {count} numbers, given: {brief(values)}"
+            )
+        return [Fields(self.family, {name: value}, self.where) for value in values]
+
     def flag(self, name: str) -> bool:
         """Return a flag; null counts as false, as in transformers."""
         value = self.values.get(name)

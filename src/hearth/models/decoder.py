@@ -34,10 +34,15 @@ from hearth.kernels.prefill_attention import prefill_attention
 from hearth.kernels.quantized import ProductScratch, quantized_linear, sharing_obstacle
 from hearth.kernels.rotary import HeadNorms, rotate_and_store
 from hearth.models.adapter import Projection, target_index
-from hearth.models.arch import Arch, Norm, Residual
+from hearth.models.arch import Arch, Norm, QkNorm, Residual
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import LayerWeights, Linear, NormWeights, WeightGate, Weights
 from hearth.models.workspace import Workspace
+
+
+def heads_of(arch: Arch) -> Heads:
+    return Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.score_scale, arch.score_cap)
+
 
 #: Tensors that are not yet added to the residual: none, one, or those of attention and a parallel MLP.
 Deltas = tuple[torch.Tensor, ...]
@@ -59,7 +64,7 @@ class Decoder:
         self.layers = range(arch.num_layers) if layers is None else layers
         self._cos_sin = cos_sin
         self._on_layer = on_layer
-        self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+        self._heads = heads_of(arch)
         self.rebind(weights, workspace)
 
     def rebind(self, weights: Weights, workspace: Workspace | None = None) -> None:
@@ -109,6 +114,8 @@ class Decoder:
         torch.index_select(weights.embed, 0, step.tokens, out=embedded)
         if weights.embed_in is not None:
             self._linear(embedded, weights.embed_in, hidden)
+        if self.arch.embed_scale != 1.0:
+            hidden.mul_(self.arch.embed_scale)
         if weights.positions is not None and self.arch.position_offset is not None:
             table = weights.positions[self.arch.position_offset :]
             hidden.add_(torch.index_select(table, 0, step.rows.positions, out=ws.normed))
@@ -189,7 +196,12 @@ class Decoder:
         """Return the logits of rows of `finish`, at most as many as `logits` has, which is overwritten."""
         weights = self.weights
         assert weights.head is not None, f"no head after layer {self.layers.stop - 1}"
-        return self._linear(hidden, weights.head, self.logits[: hidden.shape[0]])
+        logits = self._linear(hidden, weights.head, self.logits[: hidden.shape[0]])
+        if self.arch.logit_scale != 1.0:
+            logits.mul_(self.arch.logit_scale)
+        if (cap := self.arch.logit_cap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def project(self, layer: int, normed: torch.Tensor, adapters: AdapterRows | None = None) -> torch.Tensor:
         qkv = self._cut(normed.shape[0]).qkv
@@ -199,10 +211,17 @@ class Decoder:
         self, layer: int, weights: LayerWeights, qkv: torch.Tensor, step: StepInputs, kv: torch.Tensor
     ) -> torch.Tensor:
         """Rotate q and k, write k and v to this layer's `kv`, and return the attention's output."""
-        ws, heads, window, norms = self._cut(qkv.shape[0]), self._heads, self.arch.windows[layer], None
+        arch, ws, heads = self.arch, self._cut(qkv.shape[0]), self._heads
+        window, rope, norms = arch.windows[layer], arch.layer_ropes[layer], None
         if weights.q_norm is not None and weights.k_norm is not None:
-            norms = HeadNorms(weights.q_norm, weights.k_norm, self.arch.norm_eps)
-        rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms)
+            norms = HeadNorms(weights.q_norm, weights.k_norm, arch.norm_eps)
+        if norms is not None and arch.qk_norm is QkNorm.ALL:
+            q, rest = qkv.tensor_split([len(norms.q_weight)], dim=1)
+            for part, weight in ((q, norms.q_weight), (rest[:, : len(norms.k_weight)], norms.k_weight)):
+                add_norm(None, part, weight, None, norms.eps, is_rms=True, out=part)
+            norms = None
+        cos_sin = None if rope is None or self._cos_sin is None else self._cos_sin[rope]
+        rotate_and_store(qkv, heads, step.rows, kv, cos_sin=cos_sin, norms=norms)
         out, rows = ws.attended, step.decode_rows
         if num_decode := rows.positions.shape[0]:
             are_all = num_decode == qkv.shape[0]
@@ -243,6 +262,13 @@ class Decoder:
                 return deltas + self._summed(
                     Projection.DOWN, layer, activated, weights.down, residual, out, adapters
                 )
+            case Residual.SANDWICH | Residual.OUTPUT:
+                delta = self._adapted(Projection.O, layer, attended, weights.o, ws.delta, adapters)
+                mlp_in = self._add_normed(delta, weights.attn_out_norm, residual, weights.mlp_norm)
+                activated = self._activated(layer, mlp_in, adapters)
+                delta = self._adapted(Projection.DOWN, layer, activated, weights.down, ws.delta, adapters)
+                self._add_normed(delta, weights.mlp_out_norm, residual, None)
+                return ()
             case Residual.POST:
                 delta = self._adapted(Projection.O, layer, attended, weights.o, ws.delta, adapters)
                 self._norm(weights.attn_norm, (delta,), residual, out=residual)
@@ -252,7 +278,7 @@ class Decoder:
                 return ()
 
     def _enter(self, weights: LayerWeights, residual: torch.Tensor, deltas: Deltas) -> torch.Tensor:
-        if self.arch.residual is Residual.POST:
+        if weights.attn_norm is None or self.arch.residual is Residual.POST:
             return residual
         return self._norm(weights.attn_norm, deltas, residual)
 
@@ -341,6 +367,28 @@ class Decoder:
             more=more,
         )
         return out
+
+    def _add_normed(
+        self,
+        delta: torch.Tensor,
+        delta_weight: torch.Tensor | None,
+        residual: torch.Tensor,
+        weights: NormWeights | None,
+    ) -> torch.Tensor:
+        """Add a normalised delta to the residual; return that, normalised if there are weights."""
+        assert delta_weight is not None, "this architecture has no such norm"
+        out = None if weights is None else self._cut(residual.shape[0]).normed
+        add_norm(
+            delta,
+            residual,
+            None if weights is None else weights.weight,
+            None,
+            self.arch.norm_eps,
+            is_rms=True,
+            out=out,
+            delta_weight=delta_weight,
+        )
+        return residual if out is None else out
 
     def _linear(
         self, x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: ProductScratch | None = None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hearth.core.errors import DeviceError
-from hearth.models.arch import Arch
+from hearth.models.arch import Arch, QkNorm, Residual
 
 ALIGNMENT_BYTES = 4096
 
@@ -104,7 +104,9 @@ def layout_of(arch: Arch, dtype: str, quant: str = "none") -> Layout:
 def _stored(arch: Arch, dtype: str, quantised: str | None) -> Iterator[tuple[str, str, Shape]]:
     for name, shape in _shapes(arch):
         module, kind = name.split(".")[-2:]
-        if quantised is None or module not in LINEARS or kind != "weight":
+        if arch.wide_norms and module.endswith("norm"):
+            yield name, "float32", shape
+        elif quantised is None or module not in LINEARS or kind != "weight":
             yield name, dtype, shape
         else:
             yield name, quantised, shape
@@ -132,16 +134,24 @@ def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
 
 def _layer_shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
     sizes = arch.dimensions
-    yield from _norm_shapes(arch, "attn_norm")
+    has_in_norms = arch.residual is not Residual.OUTPUT
+    has_out_norms = arch.residual in (Residual.OUTPUT, Residual.SANDWICH)
+    if has_in_norms:
+        yield from _norm_shapes(arch, "attn_norm")
     yield from _linear_shapes("qkv", sizes.qkv_size, arch.hidden_size, has_bias=arch.qkv_bias)
-    if arch.qk_norm:
-        yield "q_norm.weight", (arch.head_dim,)
-        yield "k_norm.weight", (arch.head_dim,)
+    if arch.qk_norm is not None:
+        is_whole = arch.qk_norm is QkNorm.ALL
+        yield "q_norm.weight", (sizes.q_size if is_whole else arch.head_dim,)
+        yield "k_norm.weight", (sizes.kv_size if is_whole else arch.head_dim,)
     yield from _linear_shapes("o", arch.hidden_size, sizes.q_size, has_bias=arch.o_bias)
-    if not arch.shares_norm:
+    if has_out_norms:
+        yield "attn_out_norm.weight", (arch.hidden_size,)
+    if has_in_norms and not arch.shares_norm:
         yield from _norm_shapes(arch, "mlp_norm")
     yield from _linear_shapes("up", sizes.up_size, arch.hidden_size, has_bias=arch.mlp_bias)
     yield from _linear_shapes("down", arch.hidden_size, arch.intermediate_size, has_bias=arch.mlp_bias)
+    if has_out_norms:
+        yield "mlp_out_norm.weight", (arch.hidden_size,)
 
 
 def _norm_shapes(arch: Arch, name: str) -> Iterator[tuple[str, Shape]]:

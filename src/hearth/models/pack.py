@@ -15,7 +15,7 @@ from hearth.models.arch import Arch
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.layout import QUANTS, Layout, Shape, TensorSpec
 from hearth.models.quantize import Quantized, quantize
-from hearth.models.tensor_names import CheckpointTensor, TensorSource, head_copy, sources_of
+from hearth.models.tensor_names import NAMES, CheckpointTensor, TensorSource, head_copy, sources_of
 
 #: Rows that are converted at a time: a whole vocabulary in float32 would be large.
 SLAB_ROWS = 4096
@@ -67,7 +67,7 @@ def _packed(
 ) -> Iterator[PackedTensor]:
     specs = iter(layout.tensors)
     for spec in specs:
-        pieces = _pieces(arch, sources[spec.name], checkpoint)
+        pieces = _pieces(arch, spec, sources[spec.name], checkpoint)
         if spec.dtype in DTYPES:
             yield PackedTensor(spec, _stack(spec, pieces))
         else:
@@ -88,20 +88,34 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> str:
     return most
 
 
-def _pieces(arch: Arch, source: TensorSource, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-    for part in source.parts:
+def _pieces(
+    arch: Arch, spec: TensorSpec, source: TensorSource, checkpoint: Checkpoint
+) -> Iterator[torch.Tensor]:
+    module, kind = spec.name.split(".")[-2:]
+    shift = NAMES[arch.family].norm_shift if module.endswith("norm") and kind == "weight" else 0.0
+    for index, part in enumerate(source.parts):
         piece = read_tensor(part.name, checkpoint)
-        if source.is_interleaved:
-            yield from sorted_qkv(arch, piece)
-        else:
-            yield piece
+        if source.is_transposed:
+            piece = piece.t()
+        if shift:
+            piece = piece.float() + shift
+        yield from in_order(arch, module, index, piece)
 
 
-def sorted_qkv(arch: Arch, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the rows of q, of k and of v from a projection that interleaves them by groups of heads."""
-    groups = rows.reshape(arch.num_kv_heads, -1, arch.head_dim, *rows.shape[1:])
-    for begin, end in ((0, -2), (-2, -1), (-1, None)):
-        yield groups[:, begin:end].flatten(0, 2)
+def in_order(arch: Arch, module: str, index: int, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield rows of part `index` of a module, or of a factor that is added to it, in the canonical order."""
+    names = NAMES[arch.family]
+    if module == "qkv" and names.interleaved_qkv:
+        groups = rows.reshape(arch.num_kv_heads, -1, arch.head_dim, *rows.shape[1:])
+        for begin, end in ((0, -2), (-2, -1), (-1, None)):
+            yield groups[:, begin:end].flatten(0, 2)
+    elif module == "qkv" and names.rotates_pairs and index < 2 and arch.ropes:
+        dim = arch.ropes[0].dim
+        order = torch.arange(arch.head_dim)
+        order[:dim] = order[:dim].view(-1, 2).t().flatten()
+        yield rows.view(-1, arch.head_dim, *rows.shape[1:])[:, order].flatten(0, 1)
+    else:
+        yield rows
 
 
 def _stack(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> torch.Tensor:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hearth.core.errors import BadCheckpoint
 from hearth.models.arch import Arch
-from hearth.models.layout import Layout, Shape, TensorSpec
+from hearth.models.layout import LINEARS, Layout, Shape, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,11 @@ class NameMap:
     head: str = "lm_head"
     ignored: str = r"(.*\.)?rotary(_emb)?\.inv_freq"  #: pattern of unused tensors
     interleaved_qkv: bool = False  #: one tensor [kv_heads, queries of the group + key + value, head_dim]
+    rotates_pairs: bool = (
+        False  #: rows of q and k that are rotated together are neighbours, not half a head apart
+    )
+    is_transposed: bool = False  #: weights of linears are [inputs, outputs]
+    norm_shift: float = 0.0  #: added to the weights of norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +38,12 @@ class CheckpointTensor:
 @dataclass(frozen=True, slots=True)
 class TensorSource:
     parts: tuple[CheckpointTensor, ...]
-    is_interleaved: bool
+    is_transposed: bool
 
 
 _LLAMA = NameMap(
-    prefixes=("model.", ""),
+    # The last two are of models that also read images.
+    prefixes=("model.", "", "model.language_model.", "language_model.model."),
     modules={
         "embed": ("embed_tokens",),
         "attn_norm": ("layers.{i}.input_layernorm",),
@@ -50,6 +56,57 @@ _LLAMA = NameMap(
         "down": ("layers.{i}.mlp.down_proj",),
         "final_norm": ("norm",),
     },
+    head="lm_head|language_model.lm_head",
+    ignored=r"(.*\.)?rotary(_emb)?\.inv_freq|(model\.)?(visual|vision_tower|multi_modal_projector)\..*",
+)
+
+
+def _like_llama(
+    modules: Mapping[str, str | tuple[str, ...]], base: NameMap = _LLAMA, **others: object
+) -> NameMap:
+    """Return Llama's names with these modules of a layer instead; no names: it has no such module."""
+    changed = {
+        name: tuple(f"layers.{{i}}.{path}" for path in ([paths] if isinstance(paths, str) else paths))
+        for name, paths in modules.items()
+    }
+    return replace(base, modules={**base.modules, **changed}, **others)  # type: ignore[arg-type] # fields
+
+
+_GEMMA = _like_llama({}, norm_shift=1.0)
+_GEMMA2 = _like_llama(
+    {
+        "attn_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    _GEMMA,
+)
+_OLMO2 = _like_llama(
+    {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+)
+_PHI3 = _like_llama({"qkv": "self_attn.qkv_proj", "up": "mlp.gate_up_proj"})
+_GRANITE_HYBRID = _like_llama({"up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"})
+_GLM = _like_llama({"up": "mlp.gate_up_proj"}, rotates_pairs=True)
+_GLM4 = _like_llama({"attn_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"}, _GLM)
+_COHERE = _like_llama({}, rotates_pairs=True)
+_STARCODER2 = _like_llama({"up": "mlp.c_fc", "down": "mlp.c_proj"})
+_NEMOTRON = _like_llama({"up": "mlp.up_proj"}, norm_shift=1.0)
+
+_GPT2 = NameMap(
+    prefixes=("transformer.", ""),
+    modules={
+        "embed": ("wte",),
+        "positions": ("wpe",),
+        "attn_norm": ("h.{i}.ln_1",),
+        "qkv": ("h.{i}.attn.c_attn",),
+        "o": ("h.{i}.attn.c_proj",),
+        "mlp_norm": ("h.{i}.ln_2",),
+        "up": ("h.{i}.mlp.c_fc",),
+        "down": ("h.{i}.mlp.c_proj",),
+        "final_norm": ("ln_f",),
+    },
+    ignored=r".*\.attn\.(bias|masked_bias)",
+    is_transposed=True,
 )
 
 _OPT = NameMap(
@@ -107,6 +164,23 @@ NAMES: Mapping[str, NameMap] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+    "phi3": _PHI3,
+    "smollm3": _LLAMA,
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
+    "granite": _LLAMA,
+    "granitemoehybrid": _GRANITE_HYBRID,
+    "glm": _GLM,
+    "glm4": _GLM4,
+    "cohere": _COHERE,
+    "cohere2": _COHERE,
+    "starcoder2": _STARCODER2,
+    "stablelm": _LLAMA,
+    "nemotron": _NEMOTRON,
+    "gpt2": _GPT2,
     "opt": _OPT,
     "gpt_neox": _GPT_NEOX,
     "falcon": _FALCON,
@@ -157,12 +231,14 @@ def _source(
     for template, num_rows in zip(templates, _rows(arch, spec, module, len(templates)), strict=True):
         choices = [f"{prefix}{choice.format(i=layer)}.{kind}" for choice in template.split("|")]
         parts.append(CheckpointTensor(_present(choices, spec, found), (num_rows, *spec.shape[1:])))
+    is_transposed = names.is_transposed and kind == "weight" and module in LINEARS - {"head"}
     for part in parts:
-        if found[part.name] != part.shape:
+        wanted = part.shape[::-1] if is_transposed else part.shape
+        if found[part.name] != wanted:
             raise BadCheckpoint(
-                f"`{part.name}` has shape {list(found[part.name])}, config.json says {list(part.shape)}"
+                f"`{part.name}` has shape {list(found[part.name])}, config.json says {list(wanted)}"
             )
-    return TensorSource(tuple(parts), is_interleaved=module == "qkv" and names.interleaved_qkv)
+    return TensorSource(tuple(parts), is_transposed)
 
 
 def _rows(arch: Arch, spec: TensorSpec, module: str, num_parts: int) -> tuple[int, ...]:

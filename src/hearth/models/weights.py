@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from hearth.models.arch import Arch
+from hearth.models.arch import Arch, Residual
 from hearth.models.dtypes import STORED_DTYPES
 from hearth.models.layout import Layout, TensorSpec, is_needed
 
@@ -37,14 +37,16 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    attn_norm: NormWeights
+    attn_norm: NormWeights | None  #: None: attention reads the residual
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Linear
-    mlp_norm: NormWeights | None  #: None: the MLP reads the attention's norm
+    attn_out_norm: torch.Tensor | None
+    mlp_norm: NormWeights | None  #: None: the MLP reads the attention's norm, or the residual
     up: Linear
     down: Linear
+    mlp_out_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +102,18 @@ def bind(
 
 
 def _layer(arch: Arch, views: Mapping[str, torch.Tensor], prefix: str) -> LayerWeights:
+    has_in_norms = arch.residual is not Residual.OUTPUT
     return LayerWeights(
-        attn_norm=_norm(views, f"{prefix}attn_norm"),
+        attn_norm=_norm(views, f"{prefix}attn_norm") if has_in_norms else None,
         qkv=_linear(views, f"{prefix}qkv"),
         q_norm=views.get(f"{prefix}q_norm.weight"),
         k_norm=views.get(f"{prefix}k_norm.weight"),
         o=_linear(views, f"{prefix}o"),
-        mlp_norm=None if arch.shares_norm else _norm(views, f"{prefix}mlp_norm"),
+        attn_out_norm=views.get(f"{prefix}attn_out_norm.weight"),
+        mlp_norm=_norm(views, f"{prefix}mlp_norm") if has_in_norms and not arch.shares_norm else None,
         up=_linear(views, f"{prefix}up"),
         down=_linear(views, f"{prefix}down"),
+        mlp_out_norm=views.get(f"{prefix}mlp_out_norm.weight"),
     )
 
 

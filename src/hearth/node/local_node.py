@@ -84,6 +84,7 @@ class LocalNode:
                 agent_socket=None if is_head else self._agent_socket,
                 credentials=self._credentials,
                 peers_socket=None if credentials is None else str(sockets / PEERS_SOCKET),
+                max_send_bytes=config.cluster.max_send_bytes,
             ),
             num_workers=devices.num_workers,
             vigilance=Vigilance(service.start_s, service.heartbeat_s, service.max_missed),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hearth.core.types import WorkerId
 from hearth.policy.fleet.capacity import RETAINED
 from hearth.policy.fleet.fleet import Fleet
@@ -14,6 +16,9 @@ class HeldDevices:
 
     def __init__(self) -> None:
         self.most = 0  #: devices held at a time
+        #: How long each device that was taken had been free. The one freed last is taken; inf: none was.
+        self.gaps_s: list[float] = []
+        self._freed_s: list[float] = []  #: when devices were freed that are not held again
         self._since_s: dict[WorkerId, float] = {}
         self._ended_s = 0.0  #: of devices that are not held any more
 
@@ -27,8 +32,10 @@ class HeldDevices:
                 retained.append(name)
         for name in [name for name in self._since_s if name not in held]:
             self._ended_s += fleet.now_s - self._since_s.pop(name)
-        for name in held:
-            self._since_s.setdefault(name, fleet.now_s)
+            self._freed_s.append(fleet.now_s)
+        for name in held - self._since_s.keys():
+            self._since_s[name] = fleet.now_s
+            self.gaps_s.append(fleet.now_s - self._freed_s.pop() if self._freed_s else math.inf)
         self.most = max(self.most, len(held))
         return retained
 

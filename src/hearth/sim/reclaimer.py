@@ -183,6 +183,14 @@ class SimulatedReclaimer:
 
     # KV.
 
+    def room_blocks(self, model: ModelId) -> int:
+        """Return how many blocks a model has, or could have in memory that is free or idle."""
+        kv, room_bytes = self.books.kv_of(model), self.device.free_bytes
+        for other in self.device.weights:
+            if other != model and self.books.hold(other) <= Hold.WARM:
+                room_bytes += self.device.count_bytes(other)
+        return min(kv.max_blocks, kv.num_blocks + room_bytes // kv.block_bytes)
+
     def before_step(self, model: ModelId) -> None:
         engine = self._hosted[model].engine
         self._run(self.policy.before_step(model, engine.elastic, engine.batcher.kv.use()))

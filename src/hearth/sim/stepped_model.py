@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from hearth.core.sizes import StepLimits, mixed_sizes
 from hearth.core.types import Hold, ModelId, Pace, RequestId
 from hearth.policy.batch.batch_limits import BatchLimits
+from hearth.policy.batch.kv_pressure import PressureWatch
 from hearth.policy.batch.plan import Admission
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
 from hearth.policy.fleet.events import CancelRun, Event, Evict, LoadModel, SetHold
@@ -130,3 +131,4 @@ class SteppedModel:
     hold: Hold = Hold.WARM  #: while it has no requests
     load: LoadUnderWay | None = None
     requests: dict[RequestId, StartOrder] = field(default_factory=dict)
+    watch: PressureWatch = field(default_factory=PressureWatch)

@@ -19,12 +19,14 @@ from typing import assert_never
 
 from hearth.core.sizes import StepLimits
 from hearth.core.types import Hold, ModelId, RequestId, WorkerId, model_of
+from hearth.policy.batch.kv_pressure import KvPressure
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
 from hearth.policy.fleet.events import (
     CancelRun,
     DeviceReported,
     Evict,
     ModelReady,
+    PressureReported,
     RequestFinished,
     SetHold,
     TurnBegan,
@@ -414,7 +416,22 @@ class SteppedWorker:
         num_preempted = len(self.hosted[model].engine.batcher.take_preempted())
         self.num_preempted += num_preempted
         self.reclaimer.after_step(model, has_let_go=has_ended or num_preempted > 0)
+        self._report_pressure(model)
         return num_preempted > 0
+
+    def _report_pressure(self, model: ModelId) -> None:
+        hosted, now_s = self.hosted[model], self._now_s
+        engine, has_work = hosted.engine, hosted.engine.has_work
+        if not hosted.watch.is_due(now_s, has_work=has_work):
+            return
+        batcher, num_ahead = engine.batcher, hosted.watch.tokens_ahead(engine.batcher.num_steps, now_s)
+        num_blocks = batcher.kv.expected_blocks(num_ahead) if has_work else 0
+        block_tokens = batcher.blocks.block_tokens
+        room_tokens = self.reclaimer.room_blocks(model) * block_tokens
+        pressure = KvPressure(num_blocks * block_tokens, room_tokens)
+        if hosted.watch.is_edge(pressure):
+            tokens = pressure.demand_tokens, pressure.room_tokens
+            self._facts.append(PressureReported(now_s, self.name, model, *tokens))
 
     def _busy(self) -> list[BusyModel]:
         return [

@@ -27,6 +27,7 @@ from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.lease_server import LeaseServer
 from hearth.store.transfer.peer_server import PeerServer
 from hearth.store.transfer.peers import Peers
+from hearth.store.transfer.send_turns import SendLimit
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
 
@@ -48,7 +49,9 @@ def main() -> int:
             )
             stack.enter_context(closing(LeaseServer(tiers, Path(setup.socket))))
             if setup.peers_socket is not None:
-                stack.enter_context(closing(PeerServer(tiers, Path(setup.peers_socket), credentials)))
+                limit = None if setup.max_send_bytes is None else SendLimit(setup.max_send_bytes)
+                server = PeerServer(tiers, Path(setup.peers_socket), credentials, limit)
+                stack.enter_context(closing(server))
         except HearthError as error:
             _say(msgspec.json.encode(ProcessAnswer(error.label, str(error))))
             return 1

@@ -64,6 +64,7 @@ from hearth.worker.model_load import (
     ModelFound,
     SnapshotDiscarded,
 )
+from hearth.worker.pressure import PressureReports
 from hearth.worker.report import Reports
 from hearth.worker.runs import CheckedRequest, Runs
 from hearth.worker.runtime import HostingResources
@@ -120,6 +121,7 @@ class WorkerLoop:
         self._turns = self._models.turns
         self._adapters = self._models.adapters
         self._reports = Reports(self._models, resources)
+        self._pressure = PressureReports(self._models)
         self._maker = SnapshotMaker(
             resources.snapshots,
             resources.device,
@@ -164,6 +166,8 @@ class WorkerLoop:
         if self._end_deadlock() or self._advance_snapshot():
             return LoopState.RECHECK
         self._send_residency(is_due=True)
+        for report in self._pressure.idle():
+            self._send(report)
         return LoopState.IDLE
 
     def _take_message(self, *, is_idle: bool = False) -> bool:
@@ -243,6 +247,8 @@ class WorkerLoop:
         self._maker.saw_request()
         self._steps.stepped(model, step_s)
         self._send_residency(is_due=False)
+        if (report := self._pressure.stepped(model)) is not None:
+            self._send(report)
         self._load_deferred()
         if self._steps.is_stuck:
             self._give_up_adapter(model)

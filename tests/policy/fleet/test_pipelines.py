@@ -24,6 +24,7 @@ from hearth.policy.fleet.events import (
     RejectReason,
     SetHold,
     SetTimer,
+    StagesMeasured,
     TimerFired,
     Why,
     WorkerLost,
@@ -31,6 +32,7 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.failures import FIRST_DELAY_S
 from hearth.policy.fleet.fleet_state import restore, save
+from hearth.policy.fleet.pipelines import share_layers
 from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.residents import list_residents
 from hearth.policy.fleet.routing import explain_wait
@@ -111,6 +113,20 @@ def test_hidden_states_take_the_shortest_way(workers: dict[str, int | None], tra
     assert [one.transport for one in list_residents(desk.fleet, 0.0)] == [None, transport]
 
 
+def test_the_layers_that_are_shown_are_those_of_the_pipeline() -> None:
+    desk = Desk()
+    desk.join("w1", 60)
+    desk.join("w2", 110)
+    desk.deploy(profile("small", 50))
+    desk.deploy(LARGE)
+    assert share_layers(desk.fleet, profile("small", 50)) == ()
+    told = share_layers(desk.fleet, LARGE)
+    (first, last) = layers(desk.ask("r1", "large")).values()
+    assert told == (first[1], last[1] - last[0]) == (4, 8)
+    desk.lose("w2")
+    assert share_layers(desk.fleet, LARGE) == (), "no workers could hold it now"
+
+
 def test_layers_are_shared_out_and_one_context_is_promised() -> None:
     desk = joined("w1", "w2")
     desk.deploy(LARGE)
@@ -160,6 +176,15 @@ def test_of_other_nodes_the_one_with_the_fastest_link_is_taken() -> None:
     for target, bytes_per_s in (("b", 1e9), ("c", 2e9)):
         desk._step(LinkMeasured(0.0, NodeId("a"), NodeId(target), bytes_per_s, 0.001))
     assert list(loads(desk.ask("r1", "large"))) == ["a/w1", "c/w1"]
+
+
+def test_layers_are_shared_out_by_the_times_of_the_last_pipeline() -> None:
+    desk = serving(joined("w1", "w2"))
+    desk.finish("r1")
+    desk._step(StagesMeasured(0.0, WorkerId("w1"), ModelId("large"), (6.0, 8.0)))  # the head: two layers
+    desk._step(WorkerLost(0.0, WorkerId("w2")))
+    desk.join("w3")
+    assert layers(desk.ask("r2", "large")) == {"w1": (0, 7), "w3": (7, 12)}
 
 
 def test_fewer_stages_come_before_one_node() -> None:

@@ -146,12 +146,15 @@ def test_the_fewest_stages_are_taken() -> None:
     assert split_evenly(SIZES, 10) is None
 
 
-@given(st.lists(st.integers(0, 150), min_size=2, max_size=8))
-def test_layers_are_all_given_out_and_no_split_has_a_smaller_largest_stage(budgets: list[int]) -> None:
+@given(st.lists(st.integers(0, 150), min_size=2, max_size=8), st.none() | st.integers(0, 20))
+def test_layers_are_all_given_out_and_no_split_has_a_smaller_largest_stage(
+    budgets: list[int], head_layers: int | None
+) -> None:
     def fits(budget_bytes: int, stage: Footprint) -> bool:
         return stage.least_bytes <= budget_bytes
 
-    shares = SIZES.split([lambda stage, most=most: fits(most, stage) for most in budgets])  # type: ignore[misc]
+    able = [lambda stage, most=most: fits(most, stage) for most in budgets]  # type: ignore[misc]
+    shares, head = SIZES.split(able, head_layers), 2 if head_layers is None else head_layers
     last = len(budgets) - 1
     most = [
         SIZES.most_layers(lambda stage, b=b: fits(b, stage), is_first=at == 0, is_last=at == last)  # type: ignore[misc]
@@ -162,9 +165,8 @@ def test_layers_are_all_given_out_and_no_split_has_a_smaller_largest_stage(budge
         return
     assert sum(shares) == 12
     assert all(1 <= share <= limit for share, limit in zip(shares, most, strict=True))
-    costs = [10 * share + 20 * (at == last) for at, share in enumerate(shares)]
-    below = max(costs) - 1
-    held = [min(m, (below - 20 * (at == last)) // 10) for at, m in enumerate(most)]
+    below = max(share + head * (at == last) for at, share in enumerate(shares)) - 1
+    held = [min(m, below - head * (at == last)) for at, m in enumerate(most)]
     assert sum(held) < 12 or min(held) < 1, "less would do"
 
 

@@ -38,6 +38,7 @@ from hearth.policy.fleet.events import (
     ModelStopped,
     NodeDraining,
     NodeLost,
+    PressureReported,
     Reject,
     RejectReason,
     RequestArrived,
@@ -45,6 +46,7 @@ from hearth.policy.fleet.events import (
     RequestFinished,
     ResidencyReported,
     RungUse,
+    StagesMeasured,
     TimerFired,
     TurnBegan,
     TurnEnded,
@@ -342,6 +344,18 @@ class World:
         source, target = NODES[number % 3], NODES[(number + 1 + number // 3 % 2) % 3]
         self.tell(LinkMeasured(self.now_s, source, target, 1e6 * (1 + number % 100), 0.001))
 
+    def measure_stages(self, number: int) -> None:
+        staged = [
+            (model, name, pipeline)
+            for name, worker in self.cluster.workers.items()
+            for model, replica in worker.replicas.items()
+            if (pipeline := replica.pipeline) is not None and pipeline.members[0].worker == name
+        ]
+        if chosen := _pick(sorted(staged, key=lambda one: one[:2]), number):
+            model, name, pipeline = chosen
+            stage_s = tuple(1.0 + number // (at + 1) % 5 for at in range(len(pipeline.members)))
+            self.tell(StagesMeasured(self.now_s, name, model, stage_s))
+
     def arrive(self, number: int) -> None:
         model = MODELS[number % len(MODELS)]
         keep_alive_s = KEEP_ALIVES_S[number // len(MODELS) % len(KEEP_ALIVES_S)]
@@ -381,6 +395,12 @@ class World:
     def progress(self, number: int) -> None:
         if chosen := _pick(self._loading(), number):
             self.tell(LoadProgressed(self.now_s, chosen[1], chosen[0], number % 40))
+
+    def press(self, number: int) -> None:
+        """A replica reports how much KV it needs of room for 100 tokens."""
+        hosted = [(one.model.name, one.worker.name) for one in self.fleet.replicas() if one.is_ready]
+        if chosen := _pick(sorted(hosted), number):
+            self.tell(PressureReported(self.now_s, chosen[1], chosen[0], number % 7 * 50, 100))
 
     def begin_turn(self, number: int) -> None:
         if chosen := _pick(self._next_in_turn(), number):
@@ -544,6 +564,7 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "progress": World.progress,
     "report": World.report,
     "report_device": World.report_device,
+    "press": World.press,
     "begin_turn": World.begin_turn,
     "end_turn": World.end_turn,
     "fail": World.fail,
@@ -552,6 +573,7 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "lose_node": World.lose_node,
     "drain_node": World.drain_node,
     "measure_link": World.measure_link,
+    "measure_stages": World.measure_stages,
     "deploy": World.deploy,
     "remove": World.remove,
     "stop": World.stop,

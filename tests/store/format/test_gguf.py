@@ -185,8 +185,8 @@ def test_llama_3_scaling_is_recovered_from_its_factors(factor: float, path: Path
     arch = arch_of(path)
 
     assert arch == read_arch(path.parent)
-    assert arch.rope is not None
-    assert arch.rope.llama3 == Llama3Scaling(factor, 1.0, 4.0, 8192)
+    (rope,) = arch.ropes
+    assert rope.llama3 == Llama3Scaling(factor, 1.0, 4.0, 8192)
 
 
 def test_the_factors_of_the_scaling_are_not_among_the_tensors(path: Path) -> None:
@@ -230,8 +230,8 @@ def test_linear_scaling_is_read_as_llama_cpp_reads_it(
 
     arch = arch_of(path)
 
-    assert arch.rope is not None
-    assert arch.rope.linear_factor == linear_factor
+    (rope,) = arch.ropes
+    assert rope.linear_factor == linear_factor
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16], ids=attrgetter("name"))
@@ -347,7 +347,7 @@ def test_other_architectures_are_refused_by_name(architecture: str, path: Path) 
     ("key", "value", "named"),
     [
         ("expert_count", 8, "num_experts"),
-        ("rope.scaling.type", "yarn", "yarn"),
+        ("rope.scaling.type", "dynamic", "dynamic"),
         ("rope.dimension_count", 8, "partial_rotary_factor"),
         ("attention.value_length", 8, "attention.value_length"),
         ("attention.scale", 0.5, "attention_multiplier"),

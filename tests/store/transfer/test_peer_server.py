@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +15,13 @@ from hearth.core.node_messages import TicketGranted
 from hearth.core.types import NodeId
 from hearth.store.transfer.data_connection import drop_peer
 from hearth.store.transfer.peer_stream import PeerStream
-from tests.store.transfer.test_peers import a_cluster, a_store
+from hearth.store.transfer.send_turns import SendLimit
+from tests.store.stored import write_model
+from tests.store.transfer.test_peers import a_cluster, a_store, weights
 
 RECEIVER = NodeId("b")
 TC_PRIO_BULK, LARGEST_NICENESS = 2, 19
+SO_MAX_PACING_RATE = 47
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -86,3 +90,23 @@ def test_sends_leave_cores_and_the_link_to_other_work(is_encrypted: bool) -> Non
             assert niceness.pop("hearth-peer") == LARGEST_NICENESS
             assert "hearth-read-far-0" in niceness, "started later, by a send, it would be as nice"
             assert set(niceness.values()) == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
+@pytest.mark.parametrize("turn", [None, 1])
+def test_a_limited_sender_paces_its_connections_and_counts_what_it_sends(
+    tmp_path: Path, turn: int | None
+) -> None:
+    limit = SendLimit(32 << 20)
+    with a_cluster(is_encrypted=False) as cluster, a_store(cluster, "a", limit=limit) as sender:
+        write_model(tmp_path / "tiny")
+        model = sender.tiers.open(tmp_path / "tiny")
+        receiver = cluster.add("b")
+        granted = cluster.ticket(sender.node.name, receiver.name)
+        assert isinstance(granted, TicketGranted)
+        with closing(PeerStream.open(sender.node.name, granted, receiver.folder, 30.0)) as stream:
+            buffer = bytearray(model.manifest.chunks[0].num_bytes)
+            stream.read_chunk(model.manifest.digest, 0, memoryview(buffer), lambda: True, turn=turn)
+            (session,) = sender.server._sessions
+            assert session._socket.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) == limit.bytes_per_s
+        assert buffer == weights(tmp_path / "tiny")[: len(buffer)]
+        assert limit._free_at_s > 0.0

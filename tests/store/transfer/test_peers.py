@@ -43,6 +43,7 @@ from hearth.store.transfer.peer_model import PeerModel
 from hearth.store.transfer.peer_server import PeerServer
 from hearth.store.transfer.peer_stream import FAILED, HEADER, WAIT, failure_line
 from hearth.store.transfer.peers import Patience, Peers
+from hearth.store.transfer.send_turns import SendLimit
 from tests.store.s3_server import S3Server
 from tests.store.stored import (
     CHUNK_BYTES,
@@ -118,6 +119,7 @@ def a_store(
     keeps_chunks: bool = True,
     root: Path | None = None,
     patience: Patience = QUICK,
+    limit: SendLimit | None = None,
 ) -> Iterator[Store]:
     node = cluster.add(name)
     config = StoreConfig(path=str(root or node.folder / "store"), host_bytes=16 << 20, disk_bytes=disk_bytes)
@@ -126,7 +128,8 @@ def a_store(
         config, config.host_bytes // num_cells, is_pinned=False, keeps_chunks=keeps_chunks, peers=peers
     )
     node.held = lambda digest: [one for one in tiers.held() if one.model == digest]
-    with closing(tiers), closing(PeerServer(tiers, node.peers_socket, node.folder, stall_s=1.0)) as server:
+    server = PeerServer(tiers, node.peers_socket, node.folder, limit, stall_s=1.0)
+    with closing(tiers), closing(server):
         yield Store(node, tiers, server)
     tiers.fetcher.book.check()
 

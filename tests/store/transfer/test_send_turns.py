@@ -9,7 +9,7 @@ import pytest
 
 from hearth.core.types import NodeId
 from hearth.store.transfer import send_turns
-from hearth.store.transfer.send_turns import MIN_PACED_BYTES, NUM_PACED_BY, PACE, SendTurns
+from hearth.store.transfer.send_turns import MIN_PACED_BYTES, NUM_PACED_BY, PACE, SendLimit, SendTurns
 
 PATIENCE_S = 20.0
 
@@ -96,6 +96,15 @@ def test_the_pace_follows_the_fastest_of_the_last_sends_to_a_node(monkeypatch: p
     assert turns.max_bytes_per_s(near) == int(PACE * MIN_PACED_BYTES / 4), "the link has become slower"
     monkeypatch.setattr(send_turns, "PACED_FOR_S", 0.0)
     assert turns.max_bytes_per_s(near) is None, "it may be faster by now"
+
+
+def test_all_connections_together_send_no_faster_than_the_limit() -> None:
+    limit = SendLimit(1000)
+    assert limit.book(500, 10.0) == 0.0
+    assert limit.book(2000, 10.25) == 0.25
+    assert limit.book(100, 10.5) == 2.0
+    assert limit.book(100, 20.0) == 0.0, "a pause saves up nothing"
+    assert limit.book(100, 20.0) == pytest.approx(0.1)
 
 
 def test_a_receiver_that_announced_and_does_not_come_is_waited_for_once(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from hearth.api.answer import NDJSON_TYPE
-from hearth.api.answers import PLAIN_TEXT, Answers
-from hearth.api.errors import ErrorBody, error_responses
+from hearth.api.answers import Answers
+from hearth.api.errors import error_responses
 from hearth.api.guard import COPY_PATH, CREATE_PATH, DELETE_PATH, caller_of
 from hearth.api.json_body import CurlRoute, off_loop_if_large
 from hearth.api.json_response import as_json
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 #: The version of Ollama whose API this is; clients refuse older ones.
 OLLAMA_VERSION = "0.12.6"
-#: The response at `/`, by which clients detect Ollama.
-GREETING = "Ollama is running: this is Hearth, which speaks its API"
 _STREAM_OR_JSON: dict[int | str, dict[str, object]] = {
     200: {"description": "The answer.", "content": {"application/json": {}, NDJSON_TYPE: {}}}
 }
@@ -64,15 +62,6 @@ class OllamaError(BaseModel):
 
 def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> APIRouter:
     routes = APIRouter(tags=["Ollama"], route_class=CurlRoute, responses=error_responses(OllamaError))
-
-    @routes.get(
-        "/",
-        summary="Whether the service is running, for clients of Ollama",
-        response_class=Response,
-        responses=PLAIN_TEXT | error_responses(ErrorBody),
-    )
-    async def greet() -> Response:
-        return PlainTextResponse(GREETING)
 
     @routes.get("/api/version", summary="The version of Ollama whose API this is")
     async def version() -> Response:

@@ -333,7 +333,6 @@ class Catalog:
             labels=entry.profile.labels,
             min_replicas=entry.profile.min_replicas,
             max_replicas=entry.profile.max_replicas,
-            stages=self._stages_of(entry),
         )
 
     def _preset_view(self, entry: CatalogEntry, deployed: DeployedPreset) -> ModelView:
@@ -348,14 +347,6 @@ class Catalog:
             base=deployed.base,
             preset=preset,
         )
-
-    def _stages_of(self, entry: CatalogEntry) -> tuple[int, ...]:
-        pool, profile = entry.fitted_to, entry.profile
-        budget_bytes, needs = self._budgets.get(pool), profile.footprints.get(pool)
-        if budget_bytes is None or needs is None or needs.least_bytes <= budget_bytes:
-            return ()
-        sizes = profile.stages.get(pool)
-        return () if sizes is None else tuple(split_evenly(sizes, budget_bytes) or ())
 
     def _with_adapter(self, adapter: DeployedAdapter) -> CatalogEntry:
         base, config = self._entries[ModelId(adapter.base)], self._configs.get(adapter.name, ModelConfig())

@@ -33,6 +33,7 @@ from hearth.control.requests.caller import Caller
 from hearth.core.errors import ConfigError, DataDirError, HearthError, ServiceError, StoreError, UnknownModel
 from hearth.core.types import AdapterId, Digest, ModelId, RequestId
 from hearth.policy.fleet import events
+from hearth.policy.fleet.pipelines import share_layers
 from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.refusals import explain_misfit
 from hearth.store.keeper_client import UPSTREAM_CACHE_S, KeeperClient
@@ -123,8 +124,12 @@ class Deployments:
         max_age_s = 0.0 if caller.has_role("admin") else UPSTREAM_CACHE_S
         deployed = entry.adapter or entry.deployed
         upstream = await self.upstream(deployed, look=look, max_age_s=max_age_s)
-        misfit = explain_misfit(self._driver.fleet, entry.profile)
-        return replace(self._catalog.view(entry), upstream=upstream, warning=misfit)
+        return replace(
+            self._catalog.view(entry),
+            upstream=upstream,
+            stages=share_layers(self._driver.fleet, entry.profile),
+            warning=explain_misfit(self._driver.fleet, entry.profile),
+        )
 
     # Changes.
 

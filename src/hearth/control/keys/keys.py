@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from hearth.control.requests.caller import Caller, GroupId, KeyId, KeyTerms, Role, ServiceClass
+from hearth.control.requests.caller import OPERATOR, Caller, GroupId, KeyId, KeyTerms, Role, ServiceClass
 from hearth.core.atomic_file import write_file
 from hearth.core.errors import ConfigError, NameTaken, RequestError, UnknownKey
 from hearth.policy.limits.key_limiter import KeyLimits
@@ -181,6 +181,20 @@ class ApiKeys:
             if hmac.compare_digest(given, bytes.fromhex(entry.hash)):
                 found = entry.caller
         return found
+
+    def find(self, key_id: KeyId) -> Caller | None:
+        """Return the owner of a key that was checked before; None: it was removed. Raises ConfigError."""
+        self._refresh()
+        return next((entry.caller for entry in self._entries if entry.key_id == key_id), None)
+
+    def is_current(self, caller: Caller) -> bool:
+        """Whether a caller would still be let in, with the same rights."""
+        try:
+            if caller.key_id is None:
+                return caller is OPERATOR or not self.are_required
+            return self.find(caller.key_id) == caller
+        except ConfigError:  # the guard logs it
+            return False
 
     def ids(self) -> set[KeyId]:
         self._refresh()

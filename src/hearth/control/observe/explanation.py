@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hearth.control.observe.load_log import LoadLog, place_of
+from hearth.control.observe.load_log import LoadLog, place_of, slowest_tier
 from hearth.control.observe.timeline import MIN_WAIT_S, Timeline, TurnWait, adapter_bytes
-from hearth.control.observe.views import Explanation, RungView, TimelineMark, TimelineSpan
+from hearth.control.observe.views import Explanation, RequestView, RungView, TimelineMark, TimelineSpan
 
 
 def explain(timeline: Timeline, now_s: float) -> Explanation:
@@ -50,6 +50,42 @@ def explain(timeline: Timeline, now_s: float) -> Explanation:
             TimelineMark(at_s - began, what, detail) for at_s, what, detail in marks_of(timeline, now_s)
         ),
     )
+
+
+def summarise(timeline: Timeline) -> RequestView:
+    load = _awaited(timeline)
+    loaded = None if load is None else load.loaded
+    return RequestView(
+        request_id=timeline.request_id,
+        client_request_id=timeline.correlation.client_id,
+        model=timeline.adapter or timeline.model,
+        worker=timeline.stays[-1].worker if timeline.stays else None,
+        phase=phase_of(timeline),
+        is_ended=timeline.ended_s is not None,
+        arrived_at_s=timeline.arrived_at_s,
+        num_prompt_tokens=timeline.num_prompt_tokens,
+        num_cached_tokens=timeline.num_cached_tokens,
+        num_output_tokens=timeline.num_output_tokens,
+        queue_s=timeline.queue_s,
+        tier=None if loaded is None else slowest_tier(use.rung for use in loaded.rungs),
+        first_token_s=_since(timeline.arrived_s, timeline.first_token_s),
+        total_s=_since(timeline.arrived_s, timeline.ended_s),
+        why=timeline.why,
+        error=timeline.error,
+    )
+
+
+def phase_of(timeline: Timeline) -> str:
+    if timeline.ended_s is not None:
+        return timeline.outcome
+    if timeline.wait is not None and timeline.wait.is_pause:
+        return "paused"
+    load = _awaited(timeline)
+    if timeline.worker is None or (timeline.wait is not None and load is None):
+        return "queued"
+    if load is not None and load.ended_s is None:
+        return "loading"
+    return "prefill" if timeline.stays[-1].first_token_s is None else "decode"
 
 
 def _awaited(timeline: Timeline) -> LoadLog | None:

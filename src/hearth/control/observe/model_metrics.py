@@ -44,6 +44,11 @@ class Latencies:
         return buckets
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """By bucket; the last is of those beyond all bounds."""
+        return tuple(self._counts)
+
+    @property
     def sum_s(self) -> float:
         return self._sum_s
 
@@ -104,6 +109,10 @@ class ModelMetrics:
         self._series.pop(model, None)
         self._folded.discard(model)
 
+    def by_name(self) -> dict[str, ModelSeries]:
+        """Return the series of all models, with those of the rest as one if there are more."""
+        return self._series | ({OTHER_MODELS: self._other} if self._has_others else {})
+
     def families(self) -> Iterator[str]:
         yield self._histogram(
             "hearth_ttft_seconds",
@@ -154,11 +163,13 @@ class ModelMetrics:
                 lambda one: one.device_s * per_s,
             )
 
+    @property
+    def _has_others(self) -> bool:
+        return bool(self._folded or self._other.requests or self._other.loads)
+
     def _shown(self) -> Iterator[tuple[str, ModelSeries]]:
-        for model, series in self._series.items():
+        for model, series in self.by_name().items():
             yield _label("model", model), series
-        if self._folded or self._other.requests or self._other.loads:
-            yield _label("model", OTHER_MODELS), self._other
 
     def _histogram(self, name: str, text: str, get: Callable[[ModelSeries], Latencies]) -> str:
         lines = _head(name, text, "histogram")

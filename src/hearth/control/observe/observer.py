@@ -45,17 +45,17 @@ class Observer:
         self._active: dict[RequestId, Timeline] = {}
         self._series: dict[RequestId, ModelSeries] = {}
         self._reported_s: dict[WorkerId, float] = {}
-        self._recent = Timelines()
+        self.recent = Timelines()
         self._is_closing = False
 
     def begin(self, timeline: Timeline) -> None:
         """Follow a request. Call it before the brain is told of its arrival."""
         self._active[timeline.request_id] = timeline
         self._series[timeline.request_id] = self._metrics.models.take(timeline.model)
-        self._recent.add(timeline)
+        self.recent.add(timeline)
 
     def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
-        timeline = self._recent.find(request_id, caller)
+        timeline = self.recent.find(request_id, caller)
         return None if timeline is None else explain(timeline, now_s)
 
     def close(self) -> None:

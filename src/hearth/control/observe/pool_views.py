@@ -13,10 +13,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from hearth.control.observe.views import PartView, ResidentAdapterView, ResidentView
+from hearth.control.observe.views import PartView, ResidentAdapterView, ResidentView, WorkerView
 from hearth.core.messages import ModelUse, Pong
 from hearth.core.types import Hold, ModelId, WorkerId
 from hearth.policy.fleet.residents import Resident, State
+
+#: What each fallback of a worker means, after its count.
+FALLBACKS = {
+    "address": "at another address than planned",
+    "driver_batches": "worker whose loads slow down its steps: no C compiler",
+    "eight_bit_products": "models without workspace for 8-bit products: see the log",
+    "stage_frames_dropped": "late or repeated frames of pipelines: harmless",
+    "stage_memory": "pipelines pass hidden states through host memory: the GPU has no room for them",
+    "first_steps_not_captured": "starts whose first steps ran without CUDA graphs: see the log",
+    "graphs": "models that run without CUDA graphs: torch frees memory that graphs use",
+    "graphs_not_restored": "from snapshots, captured again instead",
+    "kernels_compiled_while_serving": "while all models of the worker waited",
+    "kernels_loaded_while_serving": "from disk during a step",
+    "late_collections": "of garbage during requests: the worker was never idle",
+    "library_address": "worker whose library memory is at another address than planned",
+    "prompt_attention": "models whose prompts use the slower attention kernel",
+    "snapshots_without_graphs": "worker that captures all graphs itself: see the log",
+    "staging": "worker that pins host memory while a load waits: no C compiler",
+    "tables": "of penalties or biases outside the pool",
+}
 
 
 def pool_parts(pong: Pong) -> tuple[PartView, ...]:
@@ -58,6 +78,13 @@ def resident_views(
         elif one is not None:
             views.append(_promised_view(one, now_s))
     return tuple(views)
+
+
+def fallbacks(worker: WorkerView) -> Iterator[str]:
+    if worker.pool is not None:
+        for name, number in sorted(worker.pool.fallbacks.items()):
+            if number:
+                yield f"fallback {name}: {number} {FALLBACKS.get(name, 'times')}"
 
 
 def _adapter_parts(pong: Pong) -> list[PartView]:

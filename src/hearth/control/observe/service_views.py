@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from hearth.control.deploy.deployments import Deployments
@@ -16,9 +17,10 @@ from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.pool_views import resident_views
+from hearth.control.observe.timeline import Timeline
 from hearth.control.observe.views import Explanation, Health, NodeView, ProcessView, WorkerView
 from hearth.control.requests.caller import Caller
-from hearth.core.types import LOCAL, node_of
+from hearth.core.types import LOCAL, Rung, node_of
 from hearth.core.version import hearth_version
 from hearth.policy.fleet.residents import list_residents
 from hearth.system.garbage import LATE_COLLECTIONS
@@ -80,6 +82,9 @@ class ServiceViews:
     async def fresh_nodes(self) -> tuple[NodeView, ...]:
         """Return the machines of the cluster, after the keeper of this one has reported its memory."""
         await self._keeper.refresh_host_memory(LOOK_S)
+        return self.nodes()
+
+    def nodes(self) -> tuple[NodeView, ...]:
         host, workers = self._keeper.host_memory, self._nodes.local.workers()
         is_draining = LOCAL in self._driver.fleet.draining
         local = NodeView(
@@ -97,15 +102,34 @@ class ServiceViews:
         )
         return (local, *(() if self.cluster is None else self.cluster.views()))
 
+    def host_bytes(self) -> dict[str, int]:
+        """Return how much of each model is in host memory of this machine, if any is."""
+        by_model = {
+            name: known.bytes_by_rung(LOCAL) or {} for name, known in self._driver.fleet.models.items()
+        }
+        return {name: found[Rung.HOST] for name, found in by_model.items() if found.get(Rung.HOST)}
+
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
         found = self._observer.explain(request_id, self._driver.now_s, caller)
         if found is None or caller.terms.models is None or caller.has_role("monitor"):
             return found
-        bases = [view.base for view in self._deployments.models(caller) if view.preset is not None]
-        if found.model not in bases and not self._deployments.may_use(found.model, caller):
+        if not self._may_see(found.model, caller):
             return None  # another key of the group may use it
         # Obstacles name the models that are in the way.
         return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
+
+    def visible_to(self, caller: Caller) -> Callable[[Timeline], bool]:
+        """Return what tells whether a caller may see a request, as of now."""
+        if caller.has_role("monitor"):
+            return lambda _: True
+        if caller.terms.models is None:
+            return lambda timeline: caller.can_see(timeline.group)
+        may_see = cache(lambda model: self._may_see(model, caller))
+        return lambda timeline: caller.can_see(timeline.group) and may_see(timeline.adapter or timeline.model)
+
+    def _may_see(self, model: str, caller: Caller) -> bool:
+        bases = [view.base for view in self._deployments.models(caller) if view.preset is not None]
+        return model in bases or self._deployments.may_use(model, caller)
 
     def health(self) -> Health:
         workers = self._nodes.workers()

@@ -211,6 +211,13 @@ class Timelines:
         while len(self._timelines) > MAX_EXPLAINED:
             self._timelines.popitem(last=False)
 
+    def get(self, request_id: RequestId) -> Timeline | None:
+        return self._timelines.get(request_id)
+
+    def all(self) -> list[Timeline]:
+        """Return them, the oldest first."""
+        return list(self._timelines.values())
+
     def find(self, request_id: str, caller: Caller) -> Timeline | None:
         """Find by id, or else the last one with that client id, among those that the caller may see.
 

@@ -49,7 +49,7 @@ class ModelView:
     labels: tuple[str, ...] = ()  #: that the machines have on which it runs
     min_replicas: int = 0
     max_replicas: int | None = None  #: None: no limit
-    #: Layers of each stage, where no worker can hold the whole model; empty: one can, or stages do not help.
+    #: Layers of each stage. Empty: a worker holds the whole model, stages do not help, or it is only listed.
     stages: tuple[int, ...] = ()
     warning: str | None = None  #: why it cannot run, or is outdated; None: nothing, or it is only listed
     preset: Preset | None = None  #: its defaults, if it is a preset of `base`
@@ -261,6 +261,28 @@ class Explanation:
     adapter_tier: str | None = None  #: where the adapter was, `device` if it was there; None: it did not come
     adapter_wait_s: float = 0.0  #: until it had room
     adapter_load_s: float = 0.0  #: then until its bytes were there
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request in a list; `Explanation` has the details."""
+
+    request_id: str
+    client_request_id: str | None
+    model: str  #: that was asked for, be it an adapter
+    worker: str | None  #: the last one
+    phase: str  #: queued, loading, prefill, decode, paused; in the end its outcome
+    is_ended: bool
+    arrived_at_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    queue_s: float | None  #: None: it is not over
+    tier: str | None  #: the slowest that its load read; None: it did not wait for a load
+    first_token_s: float | None
+    total_s: float | None
+    why: str | None
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,11 @@ class Batcher:
         return bool(self._sequences or self._flights)
 
     @property
+    def num_steps(self) -> int:
+        """Steps that were planned so far."""
+        return self._num_steps
+
+    @property
     def num_running(self) -> int:
         return self._sequences.num_running
 

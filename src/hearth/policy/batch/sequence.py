@@ -204,6 +204,10 @@ class Sequences:
                 return
             yield sequence
 
+    def waiting_for_kv(self) -> Iterator[LiveSequence]:
+        """Yield the waiting sequences that have a slot, also those that were preempted a moment ago."""
+        yield from islice(self._waiting, len(self._free_slots))
+
     def add(self, request: EngineRequest, max_length: int) -> None:
         """Queue a new request, behind all others of the same `line_s`."""
         tokens = array("I", request.prompt)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
-from hearth.core.types import Hold, ModelId, WorkerId
+from hearth.core.types import Hold, ModelId, WorkerId, model_of
 from hearth.policy.fleet.deployment import (
     deploy_model,
     evict_if_leaving,
@@ -43,6 +43,7 @@ from hearth.policy.fleet.events import (
     ModelStopped,
     NodeDraining,
     NodeLost,
+    PressureReported,
     Reject,
     RejectReason,
     RequestArrived,
@@ -50,6 +51,7 @@ from hearth.policy.fleet.events import (
     RequestFinished,
     ResidencyReported,
     SetHold,
+    StagesMeasured,
     TimerFired,
     TurnBegan,
     TurnEnded,
@@ -72,6 +74,7 @@ from hearth.policy.fleet.failures import (
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.loading_pipelines import serve_while_loading
 from hearth.policy.fleet.machines import scale
+from hearth.policy.fleet.memory_pressure import record_pressure
 from hearth.policy.fleet.pins import grant_pins
 from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker, share_for_batch
@@ -155,6 +158,11 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
         case LinkMeasured():
             fleet.estimates.measured(event)
             return []
+        case StagesMeasured(_, worker, model, stage_s):
+            replica = fleet.workers[worker].replicas.get(model) if worker in fleet.workers else None
+            if replica is not None and len(replica.stages) == len(stage_s):
+                fleet.estimates.staged(model_of(model), replica.stages, stage_s)
+            return []
         case NodeDraining(_, node, is_draining):
             fleet.drain_node(node, is_draining=is_draining)
             return evict_pipelines(fleet, node) + refuse_hopeless(fleet)
@@ -168,6 +176,8 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
             if (reporter := fleet.workers.get(worker)) is not None:
                 record_report(fleet.models, reporter, bytes_by_model)
             return []
+        case PressureReported():
+            return record_pressure(fleet, event)
         case WorkerJoined():
             fleet.join(event)
             return refuse_hopeless(fleet)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hearth.core.types import LOCAL, ModelId, NodeId
 from hearth.policy.fleet.events import ComputedPrompt, LinkMeasured
 from hearth.policy.fleet.prefixes import PREFIX_TOKENS
-from hearth.policy.fleet.records import Model
+from hearth.policy.fleet.records import Model, ReplicaStage
 from hearth.policy.memory.reload_cost import ReloadCosts
 
 PRIOR_RUN_S = 1.0
@@ -61,6 +62,9 @@ class Estimates:
     #: The same of the fastest of the last prompts, which shared few steps with others.
     least_token_s: dict[ModelId, float] = field(default_factory=dict)
     arrivals: dict[ModelId, Arrivals] = field(default_factory=dict)
+    head_layers: dict[ModelId, float] = field(
+        default_factory=dict
+    )  #: how many layers take as long as the head
 
     def arrived(self, model: ModelId, now_s: float) -> None:
         self.reload.asked(model, now_s)
@@ -103,6 +107,7 @@ class Estimates:
         self.token_s_by_model.pop(model, None)
         self.least_token_s.pop(model, None)
         self.arrivals.pop(model, None)
+        self.head_layers.pop(model, None)
         self.reload.forget(model)
 
     def load_s(self, num_bytes: int, model: Model, node: NodeId) -> float:
@@ -118,6 +123,12 @@ class Estimates:
     def measured(self, event: LinkMeasured) -> None:
         link = Link(event.bytes_per_s, event.latency_s)
         self.links.setdefault(event.target, {})[event.source] = link
+
+    def staged(self, model: ModelId, stages: Sequence[ReplicaStage], stage_s: Sequence[float]) -> None:
+        """Learn what the head costs from the times of stages."""
+        layers = [stage.end - stage.begin for stage in stages]
+        layer_s = sum(stage_s[:-1]) / sum(layers[:-1])
+        self.head_layers[model] = max(0.0, stage_s[-1] / layer_s - layers[-1])
 
     def forget_node(self, node: NodeId) -> None:
         self.links.pop(node, None)

@@ -112,6 +112,16 @@ class LinkMeasured:
 
 
 @dataclass(frozen=True, slots=True)
+class StagesMeasured:
+    """How long usual decode steps of a pipeline take in each of its stages, as its first worker reports."""
+
+    now_s: float
+    worker: WorkerId
+    model: ModelId
+    stage_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WantedAdapter:
     adapter: AdapterId
     num_bytes: int
@@ -236,6 +246,17 @@ class DeviceReported:
 
 
 @dataclass(frozen=True, slots=True)
+class PressureReported:
+    """How much KV a replica will need in a second, and how much it can have. Sent as that changes."""
+
+    now_s: float
+    worker: WorkerId  #: of a pipeline, the first member
+    model: ModelId
+    demand_tokens: int
+    room_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     now_s: float
 
@@ -250,6 +271,7 @@ Event = (
     | NodeLost
     | NodeDraining
     | LinkMeasured
+    | StagesMeasured
     | RequestArrived
     | RequestFinished
     | RequestCancelled
@@ -260,6 +282,7 @@ Event = (
     | TurnEnded
     | ResidencyReported
     | DeviceReported
+    | PressureReported
     | TimerFired
 )
 

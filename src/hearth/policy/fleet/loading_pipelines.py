@@ -109,7 +109,7 @@ def _plan(fleet: Fleet, model: Model, profile: ModelProfile) -> PipelinePlan | N
         return None
     sizes = profile.stages[kind]
     workers = sorted(workers_by_kind[kind], key=lambda one: one.name)[: min(MAX_STAGES, sizes.num_layers)]
-    return plan_over(fleet, sizes, workers)
+    return plan_over(fleet, profile, workers)
 
 
 def _gain_s(fleet: Fleet, model: Model, stages: Sequence[PlannedStage]) -> float:

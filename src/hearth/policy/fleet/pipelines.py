@@ -2,8 +2,8 @@
 
 A pipeline has the fewest stages that fit, all on workers of one pool that have the head's version of Hearth.
 Workers of one node come before those of several, then the fewest nodes, and of these the ones with the
-fastest links. Layers are shared out so that the slowest stage is as fast as it can be. Members are in the
-order of their ids.
+fastest links. Layers are shared out so that the slowest stage is as fast as it can be: by the times of the
+model's last pipeline, at first by bytes. Members are in the order of their ids.
 
 A pipeline takes no turns: it is formed only if the promises of all its members fit at once. So no two models
 wait for each other's workers, and it needs no more room later. One full context of KV is promised on every
@@ -62,6 +62,29 @@ def could_hold(fleet: Fleet, profile: ModelProfile, most: Hold) -> bool:
     return find_stages(fleet, profile, lambda index: index.without[most], fits) is not None
 
 
+def share_layers(fleet: Fleet, profile: ModelProfile) -> tuple[int, ...]:
+    """Return the layers of each stage of a model: of its pipeline, or else of the one on empty workers.
+
+    Empty: some worker could hold it whole, or it fits in no stages.
+    """
+    model = fleet.models.get(profile.model)
+    replicas = () if model is None else model.replicas.values()
+    if staged := next((one.stages for one in replicas if one.stages), None):
+        return tuple(stage.end - stage.begin for stage in staged)
+    return tuple(stage.end - stage.begin for stage in find_on_empty_workers(fleet, profile) or ())
+
+
+def find_on_empty_workers(fleet: Fleet, profile: ModelProfile) -> tuple[PlannedStage, ...] | None:
+    """Return the stages that a model would have on workers without others; None: it needs or fits none."""
+
+    def fits(worker: Worker, footprint: Footprint) -> bool:
+        return footprint.least_bytes <= worker.promises.budget_bytes
+
+    if not fleet.capacity.must_stage(profile):
+        return None
+    return find_stages(fleet, profile, lambda index: index.budget, fits)
+
+
 def plan_pipeline(fleet: Fleet, profile: ModelProfile, is_open: Fits, most: Hold) -> PipelinePlan | None:
     """Return how to form a pipeline where `is_open` says so; None: not now.
 
@@ -93,13 +116,14 @@ def _plan_in_room(
     return PipelinePlan(stages, victims, sizes.context_blocks, takes_turns=going is BUSY)
 
 
-def plan_over(fleet: Fleet, sizes: StageSizes, workers: list[Worker]) -> PipelinePlan | None:
+def plan_over(fleet: Fleet, profile: ModelProfile, workers: list[Worker]) -> PipelinePlan | None:
     """Return a pipeline of these workers of one kind, in free memory; None: they have too little."""
 
     def fits(worker: Worker, footprint: Footprint) -> bool:
         return worker.promises.has_room(footprint)
 
-    shares = sizes.split([partial(fits, worker) for worker in workers])
+    sizes, head_layers = profile.stages[workers[0].kind], fleet.estimates.head_layers.get(profile.model)
+    shares = sizes.split([partial(fits, worker) for worker in workers], head_layers)
     return None if shares is None else _plan_in_room(fleet, sizes, _stages(sizes, workers, shares), None)
 
 
@@ -114,13 +138,14 @@ def find_stages(
         workers = (fleet.workers[name] for name in rank(index).down_to_rank(0))
         fitting = (one for one in workers if one.runs_stages and fits(one, one_layer))
         able = list(islice(fitting, MAX_CANDIDATES))
-        if (stages := _find_in_pool(fleet, sizes, able, fits)) is not None:
+        head_layers = fleet.estimates.head_layers.get(profile.model)
+        if (stages := _find_in_pool(fleet, sizes, able, fits, head_layers)) is not None:
             return stages
     return None
 
 
 def _find_in_pool(
-    fleet: Fleet, sizes: StageSizes, workers: list[Worker], fits: Fits
+    fleet: Fleet, sizes: StageSizes, workers: list[Worker], fits: Fits, head_layers: float | None
 ) -> tuple[PlannedStage, ...] | None:
     most = {
         worker.name: sizes.most_layers(partial(fits, worker), is_first=False, is_last=False)
@@ -134,7 +159,7 @@ def _find_in_pool(
             members = sorted(group[:num_stages], key=lambda one: one.name)
             if len(members) < num_stages:
                 continue
-            shares = sizes.split([partial(fits, worker) for worker in members])
+            shares = sizes.split([partial(fits, worker) for worker in members], head_layers)
             if shares is not None:
                 return _stages(sizes, members, shares)
     return None

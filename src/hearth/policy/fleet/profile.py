@@ -128,11 +128,16 @@ class StageSizes:
 
         return bisect_left(range(1, self.num_layers + 1), True, key=is_too_large)
 
-    def split(self, fits: Sequence[Callable[[Footprint], bool]]) -> list[int] | None:
+    def split(
+        self, fits: Sequence[Callable[[Footprint], bool]], head_layers: float | None = None
+    ) -> list[int] | None:
         """Return how many layers each worker gets, given which stages fit on each; None: they do not fit.
 
-        The most weights that a step reads on one worker are as few as they can be.
+        The slowest stage is as fast as it can be. `head_layers`: how many layers take as long as the head;
+        None: not measured, so by its bytes, which a step reads as it reads layers.
         """
+        if head_layers is None:
+            head_layers = self.stored.last_bytes / self.stored.layer_bytes
         last = len(fits) - 1
         most = [self.most_layers(one, is_first=at == 0, is_last=at == last) for at, one in enumerate(fits)]
         if not all(most) or sum(most) < self.num_layers or len(fits) > self.num_layers:
@@ -140,8 +145,7 @@ class StageSizes:
         shares = [1] * len(fits)
         for _ in range(self.num_layers - len(fits)):
             open_ = [at for at, share in enumerate(shares) if share < most[at]]
-            read_bytes = [self.stored.of(shares[at] + 1, is_first=False, is_last=at == last) for at in open_]
-            _, at = min(zip(read_bytes, open_, strict=True))
+            _, at = min((shares[at] + (at == last) * head_layers, at) for at in open_)
             shares[at] += 1
         return shares
 

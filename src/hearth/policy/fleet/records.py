@@ -266,6 +266,9 @@ class Replica:
     prefixes: KnownPrefixes = field(default_factory=KnownPrefixes)
     num_prompt_tokens: int = 0  #: of the requests that run
     max_kv_tokens: int = 0  #: that it has room for; 0: unknown
+    #: KV that it will need in a second, and that it can have, as it reported last; 0: it has not.
+    demand_tokens: int = 0
+    room_tokens: int = 0
     prompts_until_s: float = -math.inf  #: by then its load and all prompts that it got should be over
     #: None: it has requests, or of its model's idle replicas it was used last.
     spare: Spare | None = None

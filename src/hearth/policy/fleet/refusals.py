@@ -8,7 +8,7 @@ from hearth.core.types import Hold, labels_of
 from hearth.policy.fleet.events import Action, Reject, RejectReason
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.footprint import split_evenly
-from hearth.policy.fleet.pipelines import could_hold, find_stages
+from hearth.policy.fleet.pipelines import could_hold, find_on_empty_workers
 from hearth.policy.fleet.profile import MAX_STAGES, Footprint, ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
 
@@ -69,7 +69,7 @@ def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
             )
     advice = "give workers more memory, or deploy it quantised or with a shorter context"
     if fleet.capacity.must_stage(profile):
-        if find_stages(fleet, profile, lambda index: index.budget, _fits_budget) is not None:
+        if find_on_empty_workers(fleet, profile) is not None:
             return None
         texts.append(explain_stages(fleet, profile, None))
         advice = "add workers, or deploy it quantised or with a shorter context"
@@ -78,10 +78,6 @@ def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
     if not profile.footprints:
         advice = "start a node with such `cluster.labels`, or change the labels of the model"
     return f"model `{profile.model}` fits no worker: {'; '.join(texts)}; {advice}"
-
-
-def _fits_budget(worker: Worker, footprint: Footprint) -> bool:
-    return footprint.least_bytes <= worker.promises.budget_bytes
 
 
 def explain_stages(fleet: Fleet, profile: ModelProfile, most: Hold | None) -> str:

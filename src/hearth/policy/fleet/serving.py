@@ -169,6 +169,19 @@ def load_for_late(fleet: Fleet, model: Model) -> list[Action]:
     return _load(fleet, model, place)
 
 
+def load_for_pressure(fleet: Fleet, model: Model) -> list[Action]:
+    """Load a model again because its replicas run out of KV memory.
+
+    Only if none is loading, if there is room without evicting warm models, and no model waits for it.
+    """
+    if model.loading or model.has_all_replicas or fleet.queues.for_room:
+        return []
+    if model.failed_on or model.num_deadly_loads:
+        return []
+    place = choose_place(fleet, model, most=RETAINED)
+    return [] if place is None else _load(fleet, model, place)
+
+
 def needs_replica(fleet: Fleet, model: Model, place: ReplicaPlace | None = None) -> bool:
     """True if a full model should be loaded once more, at a place; None: where that is fastest."""
     profile, estimates = model.profile, fleet.estimates

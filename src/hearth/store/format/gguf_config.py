@@ -129,7 +129,10 @@ def _scaling(metadata: Fields, family: str) -> dict[str, object]:
     name = metadata.text(kind) if metadata.has(kind) else "linear"
     if name == "none" or (name == "linear" and not has_factor):
         return {"rope_type": "default"}
-    return {"rope_type": name, **({"factor": metadata.number(factor)} if has_factor else {})}
+    scaling = {"rope_type": name, **({"factor": metadata.number(factor)} if has_factor else {})}
+    if metadata.has(original := f"{family}.rope.scaling.original_context_length"):
+        scaling["original_max_position_embeddings"] = metadata.integer(original)
+    return scaling
 
 
 def _llama3(metadata: Fields, theta: float, dim: int, factors: Sequence[float]) -> dict[str, object]:

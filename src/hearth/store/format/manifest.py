@@ -46,7 +46,7 @@ from hearth.store.format.dataclass_json import decode
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.bin"
 FORMAT = "hearth-model"
-VERSION = 2
+VERSION = 3
 CHUNK_BYTES = 16 << 20
 TOKENIZER = "tokenizer.json"
 TEXT_FILES = frozenset(
@@ -309,9 +309,17 @@ def _check_arch(arch: Arch, where: str) -> None:
         raise BadCheckpoint(
             f"{where}: `arch.position_offset` must be at least 0, given: {arch.position_offset}"
         )
-    if arch.rope is not None and (arch.rope.dim % 2 or not 0 < arch.rope.dim <= arch.head_dim):
+    for rope in arch.ropes:
+        if rope.dim % 2 or not 0 < rope.dim <= arch.head_dim or rope.dim != arch.ropes[0].dim:
+            raise BadCheckpoint(
+                f"{where}: `arch.ropes` must share one even `dim` of at most {arch.head_dim}, "
+                f"given: {rope.dim}"
+            )
+    known = {None, *range(len(arch.ropes))}
+    if len(arch.layer_ropes) != arch.num_layers or not known.issuperset(arch.layer_ropes):
         raise BadCheckpoint(
-            f"{where}: `arch.rope.dim` must be even and at most {arch.head_dim}, given: {arch.rope.dim}"
+            f"{where}: `arch.layer_ropes` must be {arch.num_layers} indices of `arch.ropes` or null, one per "
+            "layer"
         )
 
 

@@ -41,7 +41,7 @@ from hearth.store.transfer.peer_stream import (
     PeerRequest,
     failure_line,
 )
-from hearth.store.transfer.send_turns import SendTurns
+from hearth.store.transfer.send_turns import SendLimit, SendTurns
 
 MAX_CONNECTIONS = 256
 #: After this a receiver needs another ticket.
@@ -69,13 +69,19 @@ class PeerServer:
     """Serves the connections that it is given until it is closed; the tiers stay open."""
 
     def __init__(
-        self, tiers: Tiers, path: Path, credentials: Path | None = None, stall_s: float = STALL_S
+        self,
+        tiers: Tiers,
+        path: Path,
+        credentials: Path | None = None,
+        limit: SendLimit | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
         """Take connections at `path`; raises as `OwnerSocket`.
 
         `credentials`: the directory of this node's certificate, for connections that are encrypted.
         """
         self._tiers, self._credentials, self._stall_s = tiers, credentials, stall_s
+        self._limit = limit
         #: Chunks leased at once. This node's own loads need cells, too.
         self._slots = threading.BoundedSemaphore(max(1, tiers.segment.num_cells // 4))
         self._turns = SendTurns()
@@ -126,7 +132,7 @@ class PeerServer:
             session.hang_up()
 
     def _start(self, given: HandedOver) -> None:
-        session = _PeerSession(self._tiers, self._slots, self._turns, given, self._stall_s)
+        session = _PeerSession(self._tiers, self._slots, self._turns, self._limit, given, self._stall_s)
         thread = threading.Thread(target=self._run, args=(session,), name="hearth-peer", daemon=True)
         with self._lock:
             is_full = len(self._sessions) >= MAX_CONNECTIONS
@@ -166,10 +172,11 @@ class _PeerSession:
         tiers: Tiers,
         slots: threading.BoundedSemaphore,
         turns: SendTurns,
+        limit: SendLimit | None,
         given: HandedOver,
         stall_s: float,
     ) -> None:
-        self._tiers, self._slots, self._turns = tiers, slots, turns
+        self._tiers, self._slots, self._turns, self._limit = tiers, slots, turns, limit
         self._given, self._stall_s = given, stall_s
         self.source, self._socket = given.source, given.connection
         self._socket.settimeout(None)  # the agent's descriptor does not block
@@ -280,7 +287,8 @@ class _PeerSession:
             self._turns.sent(self.source, len(chunk.data), time.monotonic() - began_s)
 
     def _pace(self, max_bytes_per_s: int | None) -> None:
-        most = _UNPACED if max_bytes_per_s is None else min(max_bytes_per_s, _UNPACED)
+        bounds = (max_bytes_per_s, None if self._limit is None else self._limit.bytes_per_s)
+        most = min(one for one in (*bounds, _UNPACED) if one is not None)
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("I", most))
 
     def _send_leased(self, index: int, chunk: HostChunk) -> None:
@@ -299,6 +307,8 @@ class _PeerSession:
                     f"limit: {MIN_BYTES_PER_S} bytes per second"
                 )
             end = min(begin + PIECE_BYTES, num_bytes)
+            if self._limit is not None:
+                time.sleep(self._limit.book(end - begin, time.monotonic()))
             if isinstance(self._socket, ssl.SSLSocket):
                 self._socket.sendall(chunk.data[begin:end])
                 begin = end

@@ -36,6 +36,22 @@ class _Sent:
     ended_s: float
 
 
+class SendLimit:
+    """How many bytes per second a machine sends, over all connections. Any thread may call it."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._free_at_s = 0.0
+        self._lock = threading.Lock()
+
+    def book(self, num_bytes: int, now_s: float) -> float:
+        """Count bytes; return after how many seconds they may be sent."""
+        with self._lock:
+            begin_s = max(now_s, self._free_at_s)
+            self._free_at_s = begin_s + num_bytes / self.bytes_per_s
+            return begin_s - now_s
+
+
 class SendTurns:
     """Any thread may call it."""
 

@@ -1,0 +1,64 @@
+"""How much KV a model will need in a second, against what it can have, reported as it changes. Pure.
+
+    demand = KV of running requests, of the tokens that they will have made by then, and of waiting requests
+    room   = KV that it has, and what free and idle memory would hold
+
+The gateway hears of an edge: the demand passes the room, falls below it again, or has moved by a step of the
+room since the last report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: How far ahead the demand is extrapolated.
+AHEAD_S = 1.0
+#: A model is looked at so often.
+INTERVAL_S = 0.25
+#: A report is due when the demand has moved by this share of the room, or by the second one past the edge.
+STEP, EDGE = 1 / 8, 1 / 32
+
+
+@dataclass(frozen=True, slots=True)
+class KvPressure:
+    demand_tokens: int
+    room_tokens: int
+
+    @property
+    def ratio(self) -> float:
+        return self.demand_tokens / max(1, self.room_tokens)
+
+
+class PressureWatch:
+    """Watches one hosted model. Mutable; its worker calls it."""
+
+    def __init__(self) -> None:
+        self._reported: float | None = None  #: ratio
+        self._looked_s: float | None = None
+        self._num_steps = 0
+
+    @property
+    def has_reported_demand(self) -> bool:
+        return bool(self._reported)
+
+    def is_due(self, now_s: float, *, has_work: bool) -> bool:
+        return not has_work or self._looked_s is None or now_s >= self._looked_s + INTERVAL_S
+
+    def tokens_ahead(self, num_steps: int, now_s: float) -> int:
+        """Return how many tokens a request will make in `AHEAD_S`, given how many steps there were so far."""
+        before_s, before = self._looked_s, self._num_steps
+        self._looked_s, self._num_steps = now_s, num_steps
+        if before_s is None or now_s <= before_s:
+            return 0
+        return round((num_steps - before) * AHEAD_S / (now_s - before_s))
+
+    def is_edge(self, pressure: KvPressure) -> bool:
+        """True if a report is due, which is then assumed to be sent."""
+        ratio, reported = pressure.ratio, self._reported
+        if reported is not None and ratio != 0.0:
+            moved = abs(ratio - reported)
+            has_crossed = (ratio > 1.0) is not (reported > 1.0)
+            if moved < STEP and not (has_crossed and moved >= EDGE):
+                return False
+        self._reported = ratio
+        return ratio != reported

@@ -1,0 +1,53 @@
+"""Whole models that report their need of KV, become stages of a pipeline for it, and whole again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hearth.core.messages import ModelPressure
+from hearth.memory.pool import EvictionTermsOf, Pool
+from tests.store.stored import converted
+from tests.store.transfer.test_leases import eventually
+from tests.worker.harness import greedy
+from tests.worker.in_process import LoopGateway
+from tests.worker.test_stage_member import CONTEXT, NAME, PAGE_BYTES, PROMPTS, arena, pages, workers
+
+NewPool = Callable[[EvictionTermsOf], Pool]
+BOTH_POOLS = pytest.mark.parametrize("new_pool", [arena, pages])
+#: Of the whole model, which has three layers.
+BLOCK_BYTES = 6144
+
+
+def load_whole(gateway: LoopGateway, num_blocks: int = 64) -> None:
+    kv_bytes = (1 + num_blocks) * BLOCK_BYTES
+    where = converted(NAME, chunk_bytes=PAGE_BYTES)
+    floor_bytes = (1 + CONTEXT // 4) * BLOCK_BYTES
+    gateway.load(NAME, where, max_context=CONTEXT, kv_floor_bytes=floor_bytes, max_kv_bytes=kv_bytes)
+
+
+@BOTH_POOLS
+def test_a_worker_tells_when_kv_runs_short_and_when_it_no_longer_does(
+    tmp_path: Path, new_pool: NewPool
+) -> None:
+    with workers(tmp_path, new_pool, num_workers=1) as one:
+        (gateway,) = one.gateways
+        load_whole(gateway, num_blocks=16)
+        runs = [gateway.start(NAME, prompt, greedy(20)) for prompt in PROMPTS]
+        gateway.until_ended(*runs)
+        reports = gateway.pressure
+        assert eventually(lambda: bool(gateway.ping()) and reports[-1].demand_tokens == 0)
+    assert {one.room_tokens for one in reports} == {64}
+    assert max(one.demand_tokens for one in reports) > 64
+
+
+def test_requests_that_are_cancelled_need_no_kv(tmp_path: Path) -> None:
+    with workers(tmp_path, num_workers=1) as one:
+        (gateway,) = one.gateways
+        load_whole(gateway)
+        run = gateway.start(NAME, PROMPTS[1], greedy(20))
+        assert gateway.until(ModelPressure).demand_tokens >= len(PROMPTS[1])
+        gateway.cancel(run)
+        assert eventually(lambda: bool(gateway.ping()) and gateway.pressure[-1].demand_tokens == 0)
