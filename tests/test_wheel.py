@@ -102,7 +102,7 @@ def data_dir(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_installed_command_serves_and_answers(environment: Path, data_dir: Path) -> None:
-    code = "from hearth.cli import demo; print(demo.__file__); print(demo._bundled())"
+    code = "from hearth.cli import demo; print(demo.__file__); print(demo.bundled_model())"
     module, model = run(environment / "python", "-c", code).stdout.splitlines()
     assert Path(module).is_relative_to(environment.parent)
     assert Path(model).suffix == ".gguf"

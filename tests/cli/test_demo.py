@@ -79,7 +79,7 @@ def _same_log_levels() -> Iterator[None]:
 @pytest.fixture
 def bundled(monkeypatch: pytest.MonkeyPatch, chatty: Path) -> Path:
     """A tiny model in the place of SmolLM2, which takes long to convert."""
-    monkeypatch.setattr(demo, "_bundled", lambda: str(chatty))
+    monkeypatch.setattr(demo, "bundled_model", lambda: str(chatty))
     return chatty
 
 
@@ -194,7 +194,7 @@ def test_a_port_that_is_taken_is_one_clear_line(
 
 
 def test_the_model_comes_from_the_package_that_make_installs() -> None:
-    path = Path(demo._bundled())
+    path = Path(demo.bundled_model())
     assert path.suffix == ".gguf"
     assert path.exists()
 

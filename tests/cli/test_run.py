@@ -48,7 +48,7 @@ def test_reasoning_is_shown_at_a_terminal_and_is_no_part_of_the_answer(
 def test_without_a_prompt_a_pipe_says_it(
     hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("hi from a pipe"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi from a pipe\n"))
     assert hearth("run", "smol", "--url", service.url).out == "The sky is blue.\u2028Really.\n"
     (body,) = service.bodies("/v1/chat/completions")
     assert isinstance(body, dict)

@@ -110,12 +110,12 @@ def _deploy(data_dir: Path) -> None:
         return
     from hearth.control.deploy.deploy import DeployOrder
 
-    source = _bundled()
+    source = bundled_model()
     model = follow(source, local_models.deploy(DeployOrder(source, NAME), data_dir))
     _print(f"deployed {NAME}: {size(model.num_bytes)}, {model.dtype}")
 
 
-def _bundled() -> str:
+def bundled_model() -> str:
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:

@@ -111,7 +111,9 @@ def run(
     given = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
     Preset().params(usual, **given)  # refuses a wrong one before anything is loaded
     options = LocalOptions(device.value, dtype.value, config, settings)
-    text = sys.stdin.read() if prompt in (None, "-") and not is_conversation else prompt
+    text = prompt
+    if prompt in (None, "-") and not is_conversation:
+        text = sys.stdin.read().removesuffix("\n")  # which `echo` adds
     if text == "":
         raise ConfigError("no prompt: standard input is empty; give one as an argument or by a pipe")
     started_s = time.perf_counter()
