@@ -47,7 +47,7 @@ MODULE_elastic_cpu := elastic.cpu
 module = bench.$(or $(MODULE_$(1)),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check style types arrows format soak chaos journals test-gpu bench-gpu bench-cpu clean
+.PHONY: help demo test test-fast test-web check style types arrows format soak chaos journals test-gpu bench-gpu bench-cpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ test: style ## format check, lint, types and all CPU tests: what CI runs
 test-fast: $(READY) ## one case of each test that starts no process and is not slow: a minute
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile fast \
 	  -m "not gpu and not slow and not e2e" $(FAST)
+
+test-web: $(READY) ## the dashboard in a real browser: needs Debian's package chromium; part of `make test`
+	$(BIN)/python -m pytest tests/web
 
 check: style types arrows ## the fast part: format check, lint, types, import arrows
 

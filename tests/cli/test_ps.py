@@ -61,6 +61,21 @@ def test_ps_and_doctor_say_why_a_worker_is_not_ready(
     assert told.endswith(reason)
 
 
+def test_open_prints_the_address_and_opens_a_browser_where_there_is_one(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    assert hearth("open").out == f"{recorded.url}/\n"
+    assert not opened
+    monkeypatch.setenv("DISPLAY", ":0")
+    hearth("open")
+    assert opened == [f"{recorded.url}/"]
+    assert hearth("open", "--url", "http://127.0.0.1:9").code == 3
+
+
 def test_ps_shows_workers_models_and_the_queue(hearth: Hearth, recorded: FakeService) -> None:
     assert hearth("ps").out.splitlines() == [
         "WORKER  PID   DEVICE       STATE  MEMORY              RESTARTS",

@@ -41,7 +41,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[HearthConfig]:
     """The configurations that a service would have been started with."""
     configs: list[HearthConfig] = []
     module = ModuleType("hearth.cli.server")
-    module.run_service = lambda config, template: configs.append(config)  # type: ignore[attr-defined]  # a stand-in for the module
+    module.run_service = lambda config, on_ready, template: configs.append(config)  # type: ignore[attr-defined]  # a stand-in for the module
     monkeypatch.setitem(sys.modules, "hearth.cli.server", module)
     monkeypatch.setattr("hearth.cli.serve.log_to_terminal", lambda config: None)
     monkeypatch.delenv("HEARTH_DATA_DIR", raising=False)

@@ -36,6 +36,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "convert": ("convert", "verify", "show"),
     "serve": ("serve",),
     "ps": ("ps", "stop", "logs"),
+    "open": ("open",),
     "nodes": ("nodes",),
     "simulate": ("simulate",),
 }

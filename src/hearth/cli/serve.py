@@ -122,7 +122,10 @@ def serve(
         log.info("settings %s", format_origins(configuration.origins))
     from hearth.cli.server import run_service
 
-    run_service(configuration.config, template=context.obj)
+    def tell(url: str, _: object) -> None:
+        typer.echo(f"dashboard: {url}/")
+
+    run_service(configuration.config, on_ready=tell, template=context.obj)
 
 
 def _declared(source: str, config: HearthConfig) -> dict[str, object]:

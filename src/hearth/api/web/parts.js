@@ -89,7 +89,7 @@ export function Dialog({ title, onClose, children }) {
 }
 
 export const Field = ({ label, hint, children }) => html`
-  <label class="field"><span>${label}</span>${children}${hint && html`<small>${hint}</small>`}</label>`;
+  <div class="field"><label><span>${label}</span>${children}</label>${hint && html`<small>${hint}</small>`}</div>`;
 
 // Short messages at the foot of the page; errors stay until they are closed.
 const messages = [];

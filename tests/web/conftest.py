@@ -1,0 +1,98 @@
+"""A service with two workers and two tiny models, and pages of it in Debian's Chromium."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from hearth.control.datadir import DataDir
+from hearth.control.deploy.deploy import DeployOrder
+from hearth.control.deploy.deployer import carry_out
+from hearth.control.deploy.registry import Registry
+from tests.models.speaking import save_speaking
+from tests.service.harness import SMALL, Service, serving
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+#: Others may use the machine too.
+PATIENCE_MS = 60_000
+
+expect.set_options(timeout=PATIENCE_MS)
+
+#: Makes a page, with options of its browser context, such as the colour scheme.
+NewPage = Callable[..., Page]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if CHROMIUM is None and not os.environ.get("CI"):  # there it must be installed
+        reason = "no Chromium is installed: apt-get install chromium"
+        for item in items:
+            if "tests/web/" in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_speaking(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    flags = ("--workers", "2", "--memory", "64MiB", "--host-memory", "64MiB")
+    data_dir = DataDir.open(tmp_path_factory.mktemp("web") / "data")
+    with Registry(data_dir) as registry:
+        for name in ("alpha", "beta"):
+            registry.add(carry_out(DeployOrder(str(checkpoint), name), data_dir, lambda *_: None))
+    with serving(data_dir.path, *SMALL, *flags) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def new_page(browser: Browser, service: Service) -> Iterator[NewPage]:
+    """No page may complain on its console, or ask anybody but the service."""
+    faults: list[str] = []
+    contexts = []
+
+    def make(**options: object) -> Page:
+        context = browser.new_context(base_url=service.url, **options)  # type: ignore[arg-type] # as they came
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("console", lambda said: said.type in ("error", "warning") and faults.append(said.text))
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", lambda one: one.url.startswith(service.url) or faults.append(one.url))
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
+    # A browser notes each refusal by itself, such as of a wrong key.
+    assert not [fault for fault in faults if not re.search(r"status of 4\d\d", fault)]
+
+
+@pytest.fixture
+def page(new_page: NewPage) -> Page:
+    return new_page()
+
+
+@contextmanager
+def watching(page: Page, place: str) -> Iterator[Page]:
+    """Show a part of the dashboard, which is not loaded again while the context lasts."""
+    page.goto(f"/#{place}")
+    page.evaluate("window.isSamePage = true")
+    yield page
+    assert page.evaluate("window.isSamePage")
