@@ -100,7 +100,7 @@ def plan_over(fleet: Fleet, sizes: StageSizes, workers: list[Worker]) -> Pipelin
         return worker.promises.has_room(footprint)
 
     shares = sizes.split([partial(fits, worker) for worker in workers])
-    return None if shares is None else _plan_in_room(fleet, sizes, _stages(sizes, workers, shares), None)
+    return None if shares is None else _plan_in_room(fleet, sizes, plan_stages(sizes, workers, shares), None)
 
 
 def find_stages(
@@ -136,7 +136,7 @@ def _find_in_pool(
                 continue
             shares = sizes.split([partial(fits, worker) for worker in members])
             if shares is not None:
-                return _stages(sizes, members, shares)
+                return plan_stages(sizes, members, shares)
     return None
 
 
@@ -156,7 +156,7 @@ def _speed(fleet: Fleet, one: NodeId, other: NodeId) -> float:
     return max((link.bytes_per_s for link in both if link is not None), default=0.0)
 
 
-def _stages(sizes: StageSizes, members: list[Worker], shares: list[int]) -> tuple[PlannedStage, ...]:
+def plan_stages(sizes: StageSizes, members: list[Worker], shares: list[int]) -> tuple[PlannedStage, ...]:
     stages: list[PlannedStage] = []
     for worker, share in zip(members, shares, strict=True):
         begin = stages[-1].end if stages else 0
