@@ -243,6 +243,7 @@ FORMAT = {
     "DemandHistory": "last_s mean_interval_s",
     "DeviceReported": "now_s worker bytes_by_model",
     "Dispatch": "request_id model worker why waited_s options",
+    "DropState": "dropped preparing restoring whole",
     "DrainState": "model worker began_s victims gone more",
     "End": "done failed stopped",
     "Estimates": "reload mean_run_s run_s_by_model links token_s_by_model least_token_s arrivals head_layers",
@@ -262,19 +263,20 @@ FORMAT = {
     "LoadProgressed": "now_s worker model num_bytes",
     "Model": (
         "name profile named_keep_alive_s is_stopped num_deadly_loads failure residency largest_holders "
-        "resident_bytes"
+        "resident_bytes drop"
     ),
     "ModelDeployed": "now_s profile",
     "Member": "worker begin end gpu",
     "ModelFailed": "now_s worker model reason is_cut_off",
     "ModelProfile": "model num_bytes footprints keep_alive_s is_pinned weight digest labels min_replicas "
-    "max_replicas stages",
+    "max_replicas may_drop stages",
     "ModelReady": "now_s worker model rungs total_s ahead_bytes shared_bytes",
     "ModelRemoved": "now_s model",
     "ModelState": "facts waiting failed_on",
     "ModelStopped": "now_s model is_freed",
     "Option": "worker queue_s load_s utilisation cost_s obstacle evict_s missing_bytes prompt_s "
     "cached_tokens",
+    "ParameterDrop": "state whole_tokens hold_s relieved_s restored_s blocked_until_s",
     "PartBytes": "layer_bytes first_bytes last_bytes",
     "PressureReported": "now_s worker model demand_tokens room_tokens",
     "Promise": "own_bytes workspace_bytes standing_bytes",
@@ -286,7 +288,7 @@ FORMAT = {
     "Replica": (
         "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s has_served "
         "is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin is_pin_refused "
-        "notified_hold prefixes num_prompt_tokens max_kv_tokens demand_tokens room_tokens "
+        "notified_hold is_dropped prefixes num_prompt_tokens max_kv_tokens demand_tokens room_tokens "
         "prompts_until_s spare"
     ),
     "ReplicaState": "model worker facts running stages",
@@ -317,7 +319,7 @@ FORMAT = {
     "TurnEnded": "now_s worker model why",
     "WantedAdapter": "adapter num_bytes",
     "WhileLoading": "gather_s min_gain_s",
-    "Why": "demand evicted free_room loading resident staged switched turns waited",
+    "Why": "demand dropped evicted free_room loading resident restored staged switched turns waited",
     "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node gpu runs_stages",
     "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
     "WorkersExpected": "now_s node num_workers",

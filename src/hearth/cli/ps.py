@@ -209,12 +209,18 @@ def _print_processes(view: ProcessView) -> None:
         if model.layers is not None:
             begin, end = model.layers
             how = "" if model.transport is None else f", its input by {model.transport}"
-            typer.echo(f"\n{model.model} is in stages: {model.worker} has layers {begin} to {end - 1}{how}")
+            stages = "in stages to have more KV memory" if model.is_dropped else "in stages"
+            typer.echo(f"\n{model.model} is {stages}: {model.worker} has layers {begin} to {end - 1}{how}")
         if model.stage_s:
             stages = " + ".join(precise(seconds) for seconds in model.stage_s)
             typer.echo(
                 f"  a decode step takes {stages} in its stages and {precise(model.hops_s)} between them, "
                 f"{model.num_flights} are in flight"
+            )
+        if model.kv_demand_tokens > model.kv_room_tokens:
+            typer.echo(
+                f"\n{model.model} runs out of KV memory on {model.worker}: its requests need "
+                f"{model.kv_demand_tokens} tokens within a second, it has room for {model.kv_room_tokens}"
             )
     for model in view.models:
         if model.is_pin_refused:

@@ -265,6 +265,9 @@ class ModelConfig:
     #: replicas to keep loaded, each on its own worker and spread over machines; `pinned` is 1
     min_replicas: Annotated[int, Limits(0)] = 0
     max_replicas: Annotated[int | None, Limits(1)] = None  #: maximum replicas under load; None: no limit
+    #: auto: replicas that run out of KV memory together give up layers for it, run the model in stages and
+    #: load the layers again when the demand is over; off: requests wait or are preempted
+    drop: Literal["auto", "off"] = "off"
     labels: tuple[str, ...] = ()  #: run the model only on machines with all these `cluster.labels`
 
     def __post_init__(self) -> None:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
+
+import pytest
+
 from hearth.core.types import ModelId, WorkerId
-from hearth.policy.fleet.events import Action, LoadModel, PressureReported
+from hearth.policy.fleet.audit import audit
+from hearth.policy.fleet.drop_group import HOLD_S, DropState
+from hearth.policy.fleet.events import (
+    Action,
+    BrainConfig,
+    CancelRun,
+    Dispatch,
+    Evict,
+    LoadModel,
+    PressureReported,
+    Reject,
+    Why,
+)
+from hearth.policy.fleet.fleet_state import restore, save
+from hearth.policy.fleet.profile import ModelProfile
 from tests.policy.fleet.test_brain import Desk, of
-from tests.policy.fleet.world import profile
+from tests.policy.fleet.world import begun, profile, staged
 
 
 def press(
@@ -59,3 +78,177 @@ def test_a_report_of_a_model_that_has_left_is_ignored() -> None:
     desk.join("w0")
     assert not press(desk, "w0", 80)
     assert not press(desk, "gone", 80)
+
+
+# A worker has 200 bytes; the model has 66 bytes of weights in six layers, and 12 of KV promised.
+
+M = staged("m", num_layers=6, max_seqs=9, may_drop=True, kv_token_bytes=1, is_pinned=True)
+
+
+def two_whole(budget_bytes: int = 200, num_workers: int = 2, model: ModelProfile = M) -> Desk:
+    """Replicas on all workers, each with four requests."""
+    desk = Desk()
+    desk.deploy(replace(model, min_replicas=num_workers, max_replicas=num_workers))
+    names = [f"w{number}" for number in range(num_workers)]
+    for name in names:
+        desk.join(name, budget_bytes)
+        desk.ready("m", name)
+    for number in range(4 * num_workers):
+        desk.ask(f"r{number}", "m")
+    assert [len(one.running) for one in desk.fleet.models[M.model].replicas.values()] == [4] * num_workers
+    assert list(desk.fleet.models[M.model].replicas) == names
+    return desk
+
+
+def dropped(desk: Desk) -> list[Action]:
+    press(desk, "w0", 60)
+    return press(desk, "w1", 60)
+
+
+def settled(desk: Desk) -> Desk:
+    """All members are ready."""
+    assert dropped(desk)
+    for worker in ("w0", "w1"):
+        desk.ready("m", worker)
+    return desk
+
+
+def state(desk: Desk) -> str:
+    return desk.fleet.models[M.model].drop.state.value
+
+
+def why(actions: list[Action]) -> dict[str, tuple[str, Why]]:
+    return {one.request_id: (one.worker, one.why) for one in of(Dispatch, actions)}
+
+
+def test_replicas_that_run_out_of_kv_become_a_pipeline() -> None:
+    desk = two_whole()
+    assert not press(desk, "w0", 60), "the other one has room"
+    actions = press(desk, "w1", 60)
+    assert len(of(CancelRun, actions)) == 8
+    evicted = [(one.worker, one.is_freed) for one in of(Evict, actions)]
+    assert evicted == [("w0", False), ("w1", False)], "their weights stay"
+    loads = of(LoadModel, actions)
+    assert [one.worker for one in loads] == ["w0", "w1"]
+    assert loads[0].pipeline is not None
+    assert [(one.begin, one.end) for one in loads[0].pipeline.members] == [(0, 3), (3, 6)]
+    assert loads[0].max_kv_bytes // 3 > M.footprints["cuda"].max_kv_bytes // 6, "more blocks than whole"
+    moved = why(actions)
+    assert set(moved.values()) == {("w0", Why.DROPPED)}
+    assert len(moved) == 8
+    assert state(desk) == "preparing"
+    desk.ready("m", "w0")
+    desk.ready("m", "w1")
+    assert state(desk) == "dropped"
+
+
+def test_a_model_that_may_not_drop_stays_whole() -> None:
+    assert not dropped(two_whole(model=replace(M, may_drop=False)))
+
+
+def test_a_further_replica_comes_before_a_drop() -> None:
+    desk = two_whole()
+    desk.deploy(replace(M, min_replicas=2))  # without a limit of replicas
+    desk.join("w2", 200)
+    (load,) = of(LoadModel, dropped(desk))
+    assert (load.worker, load.pipeline) == ("w2", None)
+    assert state(desk) == "whole"
+
+
+def test_replicas_whose_slots_limit_them_stay_whole() -> None:
+    desk = two_whole(model=staged("m", 6, max_seqs=4, may_drop=True, kv_token_bytes=1, is_pinned=True))
+    assert not dropped(desk), "a group has four slots, for requests of 15 tokens"
+
+
+def test_groups_are_as_many_as_the_demand_needs() -> None:
+    desk = two_whole(num_workers=4)
+    for number in range(3):
+        press(desk, f"w{number}", 60)
+    pipelines = {one.pipeline for one in of(LoadModel, press(desk, "w3", 60))}
+    assert len(pipelines) == 1, "a copy of 66 bytes covers 40 tokens"
+    assert len(desk.fleet.models[M.model].usable) == 3
+
+
+def test_the_layers_come_back_when_the_demand_has_been_low_for_long_enough() -> None:
+    desk = settled(two_whole())
+    desk.now_s = 5.0
+    press(desk, "w0", 20, room_tokens=160)
+    assert desk.fleet.timer_s is not None
+    assert desk.fleet.timer_s <= 5.0 + HOLD_S
+    desk.now_s = 5.0 + HOLD_S
+    actions = desk.fire()
+    assert [(one.worker, one.pipeline) for one in of(LoadModel, actions)] == [("w0", None), ("w1", None)]
+    assert {reason for _, reason in why(actions).values()} == {Why.RESTORED}
+    assert len(why(actions)) == 8
+    assert state(desk) == "restoring"
+    desk.ready("m", "w0")
+    desk.ready("m", "w1")
+    assert state(desk) == "whole"
+    assert not desk.fleet.dropped
+
+
+@pytest.mark.parametrize("when", ["preparing", "dropped", "restoring"])
+@pytest.mark.parametrize("lost", ["w0", "w1"])
+def test_a_lost_member_leaves_whole_replicas(when: str, lost: str) -> None:
+    desk = two_whole()
+    dropped(desk)
+    if when != "preparing":
+        desk.ready("m", "w0")
+        desk.ready("m", "w1")
+    if when == "restoring":
+        press(desk, "w0", 20, room_tokens=160)
+        desk.now_s += HOLD_S
+        assert desk.fire()
+    assert state(desk) == when
+    actions = desk.lose(lost)
+    (left,) = {"w0", "w1"} - {lost}
+    assert list(desk.fleet.models[M.model].usable) == [left]
+    assert not of(Reject, actions)
+    desk.ready("m", left)
+    assert state(desk) == "whole"
+    assert desk.fleet.queues.num_running == 8
+    assert len(desk.fleet.queues.requests) == 8
+
+
+def test_a_group_that_cannot_be_formed_costs_no_request() -> None:
+    desk = two_whole()
+    dropped(desk)
+    actions = desk.fail("m", "w1")
+    assert not of(Reject, actions)
+    for worker in list(desk.fleet.models[M.model].loading):
+        desk.ready("m", worker)
+    assert state(desk) == "whole"
+    assert not [one for one in dropped(desk) if isinstance(one, Evict)], "it is not tried again at once"
+
+
+def test_a_group_counts_as_many_replicas() -> None:
+    desk = two_whole()
+    assert dropped(desk)
+    assert not desk.fleet.unplaced
+    assert desk.fleet.models[M.model].has_all_replicas
+
+
+def test_a_restart_of_the_brain_forgets_no_group() -> None:
+    desk = settled(two_whole())
+    restored = restore(desk.fleet.config, save(desk.fleet))
+    assert list(restored.dropped) == ["m"]
+    assert restored.models[M.model].drop == desk.fleet.models[M.model].drop
+    audit(restored)
+
+
+#: Moves by which groups are formed, serve, fail, lose members and are restored.
+PRESSING = ["press"] * 2 + ["wait"] * 4 + ["ready"] * 4 + ["arrive"] * 3 + ["finish"] * 3
+PRESSING += ["lose", "join", "fail"]
+
+
+@pytest.mark.slow
+def test_whatever_happens_to_groups_the_books_are_right_and_every_state_is_left() -> None:
+    seen: set[str] = set()
+    for seed in range(40):
+        choose = Random(seed)
+        world = begun(BrainConfig(takes_turns=seed % 8 == 7))
+        for _ in range(300):
+            world.move(choose.choice(PRESSING), choose.randrange(10_000))
+            seen |= {model.drop.state.value for model in world.fleet.models.values()}
+        assert all(model.drop.state is not DropState.WHOLE for model in world.fleet.dropped.values())
+    assert seen == {one.value for one in DropState}

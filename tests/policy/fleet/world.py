@@ -114,6 +114,8 @@ def staged(
     keep_alive_s: float = 10.0,
     is_pinned: bool = False,
     digest: str = "",
+    may_drop: bool = False,
+    kv_token_bytes: int = 0,
 ) -> ModelProfile:
     """A model of layers of 10 bytes, with 3 for the embedding and 3 for the head."""
     parts = PartBytes(layer_bytes=10, first_bytes=3, last_bytes=3)
@@ -143,7 +145,9 @@ def staged(
         context_blocks=1,
         max_seqs=max_seqs,
     )
-    return replace(whole, stages=dict.fromkeys(kinds, sizes))
+    footprint = replace(whole.footprints[kinds[0]], kv_token_bytes=kv_token_bytes)
+    footprints = dict.fromkeys(kinds, footprint)
+    return replace(whole, footprints=footprints, stages=dict.fromkeys(kinds, sizes), may_drop=may_drop)
 
 
 class World:
@@ -397,10 +401,13 @@ class World:
             self.tell(LoadProgressed(self.now_s, chosen[1], chosen[0], number % 40))
 
     def press(self, number: int) -> None:
-        """A replica reports how much KV it needs of room for 100 tokens."""
-        hosted = [(one.model.name, one.worker.name) for one in self.fleet.replicas() if one.is_ready]
-        if chosen := _pick(sorted(hosted), number):
-            self.tell(PressureReported(self.now_s, chosen[1], chosen[0], number % 7 * 50, 100))
+        """All replicas of a model report how much KV they need of room for 100 tokens each."""
+        ready = [one for one in self.fleet.replicas() if one.is_ready]
+        names = {one.model.name for one in ready}
+        if chosen := MODELS[0] if MODELS[0] in names and number % 2 else _pick(sorted(names), number):
+            for one in [one for one in ready if one.model.name == chosen]:
+                demand_tokens = (0, 50, 90, 150, 250)[number // 7 % 5]
+                self.tell(PressureReported(self.now_s, one.worker.name, chosen, demand_tokens, 100))
 
     def begin_turn(self, number: int) -> None:
         if chosen := _pick(self._next_in_turn(), number):
@@ -583,7 +590,15 @@ MOVES: dict[str, Callable[[World, int], None]] = {
 #: A pipeline is formed of any workers that load a model at once.
 ALWAYS = WhileLoading(min_gain_s=-math.inf)
 #: What happens often comes more often.
-KINDS = [*MOVES, *["arrive"] * 6, *["finish"] * 3, *["ready"] * 3, *["begin_turn"] * 3, *["wait"] * 2]
+KINDS = [
+    *MOVES,
+    *["arrive"] * 6,
+    *["finish"] * 3,
+    *["ready"] * 3,
+    *["begin_turn"] * 3,
+    *["wait"] * 2,
+    *["press"] * 3,
+]
 MANY_MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=150)
 CONFIGS = st.builds(
     BrainConfig,
@@ -608,13 +623,15 @@ LONG_LIVES = st.builds(draw_moves, st.integers(0, 2**32))
 
 
 def begun(config: BrainConfig) -> World:
-    """A world with three workers and six models, one of which needs two of the workers."""
+    """A world with three workers and six models: one needs two of the workers, one may drop layers."""
     world = World(config)
     for number in (0, 1, 9):
         world.join(number)
     for number in (1, 32, 61, 88, 5):  # Models of 10 to 45 bytes, and one that is pinned.
         world.deploy(number)
     world.tell(ModelDeployed(0.0, staged(MODELS[3])))
+    dropping = staged(MODELS[0], 2, max_seqs=4, may_drop=True, is_pinned=True)
+    world.tell(ModelDeployed(0.0, replace(dropping, min_replicas=2, max_replicas=2)))
     return world
 
 

@@ -402,6 +402,7 @@ class Catalog:
             labels=wanted,
             min_replicas=config.min_replicas,
             max_replicas=config.max_replicas,
+            may_drop=config.drop == "auto",
             stages={pool: sizes for pool, sizes in staged.items() if sizes is not None},
         )
         return CatalogEntry(deployed, config, limits, fitted_to, max_context, profile, self._pace_of(config))

@@ -125,6 +125,11 @@ class Metrics:
             "Prompt tokens routed to a replica that probably has them cached.",
         )
         self.resumes = self._counter("hearth_resumes", "Requests that continued on another worker.")
+        self.drop_moves = self._counter(
+            "hearth_drop_moves",
+            "Requests moved because replicas gave up layers for KV memory, or had them back.",
+            "why",
+        )
         self.switches = self._counter(
             "hearth_switches",
             "Requests moved from workers that were loading their model to one that has all of it.",

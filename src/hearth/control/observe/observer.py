@@ -81,6 +81,10 @@ class Observer:
                 self._turn_ended(event)
             case events.DeviceReported():
                 self._loads.reported(event.worker, event.bytes_by_model)
+            case events.PressureReported(_, worker, model, demand_tokens, room_tokens):
+                if demand_tokens > room_tokens:
+                    text = "kv_pressure model=%s worker=%s demand_tokens=%d room_tokens=%d"
+                    log.info(text, model, worker, demand_tokens, room_tokens)
             case events.WorkerLost():
                 self._worker_lost(event)
             case _:
@@ -125,6 +129,8 @@ class Observer:
             timeline.turn_ended(now_s, in_turn=in_turn)
         if order.why is events.Why.SWITCHED:
             self._metrics.switches.inc()
+        elif order.why in (events.Why.DROPPED, events.Why.RESTORED):
+            self._metrics.drop_moves.labels(order.why).inc()
         if len(timeline.stays) == 1:
             self._metrics.queue.observe(now_s - timeline.arrived_s)
         elif timeline.num_moves == num_moves:

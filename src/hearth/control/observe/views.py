@@ -128,6 +128,9 @@ class ResidentView:
     is_in_turn: bool = False  #: where models that do not fit together take turns
     due_in_s: float | None = None  #: until its next token is due; negative: overdue; None: no requests
     is_pin_refused: bool = False  #: it should be pinned, and others would have no room then
+    kv_demand_tokens: int = 0  #: of KV that it will need in a second; of a pipeline, the first stage tells
+    kv_room_tokens: int = 0  #: of KV that it can have; 0: unknown
+    is_dropped: bool = False  #: a stage of replicas that gave up layers for KV
     max_seqs: int | None = None  #: requests that it runs at a time; None: it is not hosted
     adapters: tuple[ResidentAdapterView, ...] = ()  #: whose base it is
     layers: tuple[int, int] | None = None  #: of a stage: the first, and the first behind it; None: all

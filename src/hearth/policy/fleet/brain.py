@@ -74,7 +74,7 @@ from hearth.policy.fleet.failures import (
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.loading_pipelines import serve_while_loading
 from hearth.policy.fleet.machines import scale
-from hearth.policy.fleet.memory_pressure import record_pressure
+from hearth.policy.fleet.memory_pressure import follow_drops, record_pressure
 from hearth.policy.fleet.pins import grant_pins
 from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker, share_for_batch
@@ -111,6 +111,9 @@ def step(fleet: Fleet, event: Event) -> list[Action]:
         actions += [refused, *_serve_waiting(fleet)]
     if fleet.gathering or fleet.loading_pipelines:
         actions += serve_while_loading(fleet)
+        actions += _serve_waiting(fleet)
+    if fleet.dropped:
+        actions += follow_drops(fleet)
         actions += _serve_waiting(fleet)
     actions += scale(fleet)
     for replica in fleet.notices.take():
@@ -380,14 +383,18 @@ def _handle_failure(fleet: Fleet, event: ModelFailed) -> list[Action]:
     worker, model, requests = fleet.workers[event.worker], replica.model, list(replica.running.values())
     message = f"model `{model.name}` failed on worker `{event.worker}`: {event.reason}"
     record_bytes(model, worker, 0)
+    is_makeshift = replica.is_temporary or replica.is_dropped
     for request in requests:
-        fleet.requeue(request, is_at_fault=not replica.is_temporary)
+        fleet.requeue(request, is_at_fault=not is_makeshift)
     fleet.remove(replica)
     actions = _dissolve(replica, worker)
-    if replica.is_temporary:
+    if event.is_cut_off and not replica.is_temporary:
+        fleet.no_pipeline_until_s = fleet.now_s + CUT_OFF_S
+    if is_makeshift:
+        if not event.is_cut_off:
+            model.drop.fail(fleet.now_s)
         return actions + _resume(fleet, requests, RejectReason.LOAD_FAILED, message)
     if event.is_cut_off:
-        fleet.no_pipeline_until_s = fleet.now_s + CUT_OFF_S
         if not (replica.is_ready or requests):
             hold_back(fleet, model, message, is_deadly=False)
     elif not replica.is_stale:  # Else it says nothing of the version that is deployed now.

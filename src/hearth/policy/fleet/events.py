@@ -313,6 +313,8 @@ class Why(StrEnum):
     DEMAND = "demand"  #: loaded as a further replica, because those that the model has are full
     STAGED = "staged"  #: workers that load the whole model run it together meanwhile
     SWITCHED = "switched"  #: from these to one that has the whole model
+    DROPPED = "dropped"  #: from whole replicas to a group of them that gave up layers for KV
+    RESTORED = "restored"  #: from such a group to a whole replica
 
 
 class Dispatch(Struct, frozen=True):

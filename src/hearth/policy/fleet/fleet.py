@@ -57,6 +57,8 @@ class Fleet:
         self.gathering: dict[ModelId, float] = {}
         #: Pipelines of workers that load the whole model, by the name that they are hosted under.
         self.loading_pipelines: dict[ModelId, Replica] = {}
+        #: Models with groups of replicas that gave up layers, or whose layers come back.
+        self.dropped: dict[ModelId, Model] = {}
         self.draining: dict[NodeId, None] = {}
         self.num_workers_by_node: Counter[NodeId] = Counter()
         #: The most workers that were up at a time, or are expected: a lost one is replaced.
@@ -256,7 +258,7 @@ class Fleet:
         is_wanted = model.profile is not None and model.profile.is_pinned and not model.is_stopped
         replicas = model.replicas.values()
         staying = (one for one in replicas if not one.is_stale and not one.is_on_draining_node)
-        if is_wanted and sum(1 for _ in staying) < model.num_pinned:
+        if is_wanted and sum(one.num_replaced for one in staying) < model.num_pinned:
             self.unplaced[model.name] = model
         else:
             self.unplaced.pop(model.name, None)

@@ -16,6 +16,7 @@ import msgspec
 from hearth.core.types import ModelId, NodeId, WorkerId, model_of
 from hearth.policy.fleet.capacity import CapacityIndex
 from hearth.policy.fleet.device_bytes import record_bytes
+from hearth.policy.fleet.drop_group import DropState
 from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import BrainConfig, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet
@@ -265,6 +266,9 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
         victims = [replicas[number] for number in begun.victims]
         victims += [Replica(fleet.models[name], workers[0], Promise(0, 0), 0, "") for name in begun.gone]
         fleet.begin_drain(Drain(model, workers, tuple(victims), begun.began_s))
+    fleet.dropped = {
+        name: model for name, model in fleet.models.items() if model.drop.state is not DropState.WHOLE
+    }
     fleet.unplaced = {name: fleet.models[name] for name in state.unplaced}
     fleet.refused_pins = {replicas[number]: None for number in state.refused_pins}
     for replica in replicas.values():

@@ -22,13 +22,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from hearth.core.types import Rung, pipeline_name
-from hearth.policy.fleet.events import Action, CancelRun, Evict
+from hearth.policy.fleet.events import Action, Evict, Why
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pipelines import PipelinePlan, PlannedStage, plan_over
 from hearth.policy.fleet.profile import MAX_STAGES, MIN_STAGES, ModelProfile
-from hearth.policy.fleet.records import Model, Replica, Request, Worker
+from hearth.policy.fleet.records import Model, Replica, Worker
 from hearth.policy.fleet.replica_evictions import order_evictions
-from hearth.policy.fleet.serving import fill_slots, form_pipeline, order_load
+from hearth.policy.fleet.serving import fill_slots, form_pipeline, order_load, take_back
 
 
 def serve_while_loading(fleet: Fleet) -> list[Action]:
@@ -62,7 +62,7 @@ def _form(fleet: Fleet, model: Model) -> list[Action]:
     actions: list[Action] = []
     loading = [model.loading[stage.worker.name] for stage in plan.stages]
     for replica in loading:
-        actions += _take_back(fleet, list(replica.running.values()))
+        actions += take_back(fleet, list(replica.running.values()))
         fleet.remove(replica)
         actions.append(Evict(model.name, replica.worker.name, 0.0, is_freed=False))
         fleet.add(_unloaded(replica))
@@ -147,17 +147,7 @@ def _is_over(model: Model, pipeline: Replica) -> bool:
 
 def _dissolve(fleet: Fleet, model: Model, pipeline: Replica) -> list[Action]:
     running = list(pipeline.running.values())
-    actions = _take_back(fleet, running)
+    actions = take_back(fleet, running)
     fleet.remove(pipeline)
     actions += order_evictions(pipeline, 0.0)
-    return actions + fill_slots(fleet, model, {one.request_id for one in running})
-
-
-def _take_back(fleet: Fleet, requests: Sequence[Request]) -> list[Action]:
-    """Have requests wait again that run."""
-    actions: list[Action] = []
-    for request in requests:
-        assert request.replica is not None, f"waits already: `{request.request_id}`"
-        actions.append(CancelRun(request.request_id, request.replica.worker.name))
-        fleet.requeue(request, is_at_fault=False)
-    return actions
+    return actions + fill_slots(fleet, model, {one.request_id for one in running}, Why.SWITCHED)

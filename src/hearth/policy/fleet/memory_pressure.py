@@ -1,15 +1,24 @@
 """Replicas that run out of KV memory: what the brain does about it. Pure.
 
 Replicas report how much KV they will need in a second and how much they can have. If together they need more,
-the model gets a further replica, provided that there is room without evicting warm models.
+the model gets a further replica where there is room without evicting warm models. Else, if it may, groups of
+its replicas become pipelines: each member keeps some layers, and the memory of the others is for KV
+(`drop_plan.py`, `drop_group.py`). Their requests continue there like those of a lost worker: prompt and
+tokens are computed again. When the demand has been low for long enough, they become whole replicas again.
 """
 
 from __future__ import annotations
 
-from hearth.policy.fleet.events import Action, PressureReported
+from hearth.core.types import RequestId
+from hearth.policy.fleet.capacity import RETAINED
+from hearth.policy.fleet.drop_group import DropState, Groups
+from hearth.policy.fleet.drop_plan import DroppedGroup, plan_drop, restorable
+from hearth.policy.fleet.events import Action, PressureReported, Why
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Model
-from hearth.policy.fleet.serving import load_for_pressure
+from hearth.policy.fleet.profile import ModelProfile
+from hearth.policy.fleet.records import Model, Replica, Worker
+from hearth.policy.fleet.replica_evictions import order_evictions
+from hearth.policy.fleet.serving import fill_slots, form_pipeline, load_for_pressure, order_load, take_back
 
 
 def record_pressure(fleet: Fleet, event: PressureReported) -> list[Action]:
@@ -21,10 +30,116 @@ def record_pressure(fleet: Fleet, event: PressureReported) -> list[Action]:
     model = fleet.served_by(replica)
     if model is None or not is_short(model):
         return []
-    return load_for_pressure(fleet, model)
+    return load_for_pressure(fleet, model) or _drop(fleet, model)
 
 
 def is_short(model: Model) -> bool:
-    """True if the replicas of a model together need more KV than they can have."""
+    """True if the replicas of a model together need more KV than they can have.
+
+    One that has not reported yet is loading, or has had no request.
+    """
     replicas = model.usable.values()
+    if not all(one.room_tokens for one in replicas):
+        return False
     return sum(one.demand_tokens for one in replicas) > sum(one.room_tokens for one in replicas)
+
+
+def follow_drops(fleet: Fleet) -> list[Action]:
+    """Follow the groups of all models that have any, and restore those that are no longer needed."""
+    actions: list[Action] = []
+    for name, model in list(fleet.dropped.items()):
+        if fleet.models.get(name) is not model:  # It was removed.
+            del fleet.dropped[name]
+            continue
+        model.drop.observe(_groups_of(model), fleet.now_s)
+        if model.drop.may_restore(fleet.now_s):
+            actions += _restore(fleet, model)
+        if model.drop.state is DropState.WHOLE:
+            del fleet.dropped[name]
+    return actions
+
+
+def _groups_of(model: Model) -> Groups:
+    groups = [one for one in model.replicas.values() if one.is_dropped]
+    others = [one for one in model.usable.values() if not one.is_dropped]
+    return Groups(
+        num_groups=len(groups),
+        num_ready=sum(one.is_ready for one in groups),
+        num_loading=sum(not one.is_ready for one in others),
+        demand_tokens=sum(one.demand_tokens for one in (*groups, *others)),
+        room_tokens=model.drop.whole_tokens + sum(one.room_tokens for one in others),
+    )
+
+
+def _drop(fleet: Fleet, model: Model) -> list[Action]:
+    profile, groups = model.profile, _groups_of(model)
+    if profile is None or not profile.may_drop or fleet.now_s < fleet.no_pipeline_until_s:
+        return []
+    if not model.drop.may_drop(groups, fleet.now_s):
+        return []
+    planned = plan_drop(fleet, model, groups.demand_tokens - groups.room_tokens)
+    replaced = [replica for group in planned for replica in group.replicas]
+    if not replaced:
+        return []
+    model.drop.drop(sum(one.room_tokens for one in replaced), fleet.now_s)
+    fleet.dropped[model.name] = model
+    actions, moved = _dissolve(fleet, replaced)
+    for group in planned:
+        actions += _form(fleet, model, profile, group)
+    return actions + fill_slots(fleet, model, moved, Why.DROPPED)
+
+
+def _dissolve(fleet: Fleet, replicas: list[Replica]) -> tuple[list[Action], set[RequestId]]:
+    """Remove replicas, whose weights stay where they are; return the orders, and whose turn it is to move."""
+    running = [request for replica in replicas for request in replica.running.values()]
+    actions = take_back(fleet, running)
+    for replica in replicas:
+        fleet.remove(replica)
+        actions += order_evictions(replica, 0.0)
+    return actions, {one.request_id for one in running}
+
+
+def _form(fleet: Fleet, model: Model, profile: ModelProfile, group: DroppedGroup) -> list[Action]:
+    first = group.pipeline.stages[0]
+    pipeline = Replica(
+        model,
+        first.worker,
+        first.footprint.promise,
+        profile.num_bytes,
+        profile.digest,
+        max_seqs=first.footprint.max_seqs,
+        is_dropped=True,
+    )
+    return form_pipeline(fleet, pipeline, group.pipeline)
+
+
+def _restore(fleet: Fleet, model: Model) -> list[Action]:
+    """Load whole replicas in place of all groups. Groups stay if a member of one has no room, or if one
+    is about to leave."""
+    profile, groups = model.profile, [one for one in model.replicas.values() if one.is_dropped]
+    if profile is None or any(one.hold is RETAINED or not one.takes_requests for one in groups):
+        return []
+    workers = [list(restorable(one, profile)) for one in groups]
+    if not all(workers):
+        return []
+    model.drop.restore(fleet.now_s)
+    actions, moved = _dissolve(fleet, groups)
+    for worker in (one for members in workers for one in members):
+        actions += _load_whole(fleet, model, profile, worker)
+    return actions + fill_slots(fleet, model, moved, Why.RESTORED)
+
+
+def _load_whole(fleet: Fleet, model: Model, profile: ModelProfile, worker: Worker) -> list[Action]:
+    footprint, there_bytes = profile.footprints[worker.kind], model.resident_bytes.get(worker.name, 0)
+    replica = Replica(
+        model,
+        worker,
+        footprint.promise,
+        profile.num_bytes,
+        profile.digest,
+        max_seqs=footprint.max_seqs,
+        reused_bytes=there_bytes,
+        loaded_bytes=there_bytes,
+    )
+    fleet.add(replica)
+    return [order_load(replica)]

@@ -124,7 +124,7 @@ def plan_over(fleet: Fleet, profile: ModelProfile, workers: list[Worker]) -> Pip
 
     sizes, head_layers = profile.stages[workers[0].kind], fleet.estimates.head_layers.get(profile.model)
     shares = sizes.split([partial(fits, worker) for worker in workers], head_layers)
-    return None if shares is None else _plan_in_room(fleet, sizes, _stages(sizes, workers, shares), None)
+    return None if shares is None else _plan_in_room(fleet, sizes, plan_stages(sizes, workers, shares), None)
 
 
 def find_stages(
@@ -161,7 +161,7 @@ def _find_in_pool(
                 continue
             shares = sizes.split([partial(fits, worker) for worker in members], head_layers)
             if shares is not None:
-                return _stages(sizes, members, shares)
+                return plan_stages(sizes, members, shares)
     return None
 
 
@@ -181,7 +181,7 @@ def _speed(fleet: Fleet, one: NodeId, other: NodeId) -> float:
     return max((link.bytes_per_s for link in both if link is not None), default=0.0)
 
 
-def _stages(sizes: StageSizes, members: list[Worker], shares: list[int]) -> tuple[PlannedStage, ...]:
+def plan_stages(sizes: StageSizes, members: list[Worker], shares: list[int]) -> tuple[PlannedStage, ...]:
     stages: list[PlannedStage] = []
     for worker, share in zip(members, shares, strict=True):
         begin = stages[-1].end if stages else 0

@@ -162,6 +162,7 @@ class ModelProfile:
     labels: tuple[str, ...] = ()  #: that the nodes of its workers must have
     min_replicas: int = 0  #: kept if it is pinned, at least one
     max_replicas: int | None = None  #: that are loaded for load; None: any number
+    may_drop: bool = False  #: its replicas may give up layers for KV
     #: By the kind of workers; empty: the model was deployed before stages were known.
     stages: Mapping[str, StageSizes] = field(default_factory=dict)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from hearth.core.types import LOCAL, AdapterId, Hold, ModelId, NodeId, RequestId, Rung, WorkerId, model_of
 from hearth.policy.fleet.capacity import BUSY, PAUSED, PINNED, RETAINED, WARM, Promises
+from hearth.policy.fleet.drop_group import ParameterDrop
 from hearth.policy.fleet.events import WantedAdapter
 from hearth.policy.fleet.prefixes import KnownPrefixes, PrefixDigest
 from hearth.policy.fleet.profile import ModelProfile, Promise
@@ -108,6 +109,7 @@ class Model:
     failed_on: dict[WorkerId, Worker] = field(default_factory=dict)
     #: By number, in the order of their places. Empty while any replica has a slot for the first.
     waiting: dict[int, Request] = field(default_factory=dict)
+    drop: ParameterDrop = field(default_factory=ParameterDrop)
     #: None exactly if nothing waits.
     queue: Ranking[ModelId, Place] | None = None
 
@@ -163,7 +165,7 @@ class Model:
     def has_all_replicas(self) -> bool:
         """True if it may have no further one. Those that take no new requests do not count."""
         most = None if self.profile is None else self.profile.max_replicas
-        return most is not None and len(self.usable) >= most
+        return most is not None and sum(one.num_replaced for one in self.usable.values()) >= most
 
     @property
     def is_resident(self) -> bool:
@@ -263,6 +265,8 @@ class Replica:
     expiry_entry_s: float = math.inf
     #: Of a pipeline, in order; empty: its worker has the whole model.
     stages: tuple[ReplicaStage, ...] = ()
+    #: It is a pipeline in place of as many whole replicas: see `drop_group.py`.
+    is_dropped: bool = False
     prefixes: KnownPrefixes = field(default_factory=KnownPrefixes)
     num_prompt_tokens: int = 0  #: of the requests that run
     max_kv_tokens: int = 0  #: that it has room for; 0: unknown
@@ -276,6 +280,11 @@ class Replica:
     @property
     def workers(self) -> tuple[Worker, ...]:
         return tuple([stage.worker for stage in self.stages]) if self.stages else (self.worker,)
+
+    @property
+    def num_replaced(self) -> int:
+        """How many replicas a user would count."""
+        return len(self.stages) if self.is_dropped else 1
 
     @property
     def is_temporary(self) -> bool:

@@ -32,6 +32,9 @@ class Resident:
     num_running: int
     expires_s: float | None  #: when a warm one becomes retained; None: it is not warm
     is_pin_refused: bool = False  #: it should be pinned, and others would have no room
+    demand_tokens: int = 0  #: of KV, a second from now; only the first stage of a pipeline knows
+    room_tokens: int = 0  #: of KV that it can have; 0: unknown
+    is_dropped: bool = False  #: it gave up layers for KV
     max_seqs: int = 1  #: requests that it runs at a time
     layers: tuple[int, int] | None = None  #: of a stage: the first, and the first behind it; None: all
     transport: Transport | None = (
@@ -59,6 +62,9 @@ def _describe_resident(replica: Replica, worker: Worker, now_s: float) -> Reside
         num_running=len(replica.running),
         expires_s=replica.expires_s if state is State.WARM else None,
         is_pin_refused=replica.is_pin_refused,
+        demand_tokens=replica.demand_tokens if worker is replica.worker else 0,
+        room_tokens=replica.room_tokens if worker is replica.worker else 0,
+        is_dropped=replica.is_dropped,
         max_seqs=replica.max_seqs,
         layers=None if stage is None else (stage.begin, stage.end),
         transport=_describe_transport(replica, worker),

@@ -18,14 +18,14 @@ models that are deployed as pinned and on too few workers, if possible on nodes 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import islice, takewhile
 
 from hearth.core.types import LOCAL, Member, ModelId, Pipeline, RequestId
 from hearth.policy.fleet.capacity import BUSY, PAUSED, RETAINED, WARM
 from hearth.policy.fleet.demand import expect_ends, pays_off
 from hearth.policy.fleet.drain import begin_drain, is_done, is_in_vain, is_needless, may_give_room, plan_drain
-from hearth.policy.fleet.events import Action, Dispatch, LoadModel, Option, SetTimer, Why
+from hearth.policy.fleet.events import Action, CancelRun, Dispatch, LoadModel, Option, SetTimer, Why
 from hearth.policy.fleet.first_tokens import expect_soonest_s
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pipelines import PipelinePlan, could_hold
@@ -298,14 +298,26 @@ def form_pipeline(fleet: Fleet, replica: Replica, plan: PipelinePlan) -> list[Ac
     ]
 
 
-def fill_slots(fleet: Fleet, model: Model, switching: Collection[RequestId] = frozenset()) -> list[Action]:
-    """Dispatch waiting requests. `switching`: those that ran on workers that were loading the model."""
+def take_back(fleet: Fleet, requests: Sequence[Request]) -> list[Action]:
+    """Have requests wait again that run."""
+    actions: list[Action] = []
+    for request in requests:
+        assert request.replica is not None, f"waits already: `{request.request_id}`"
+        actions.append(CancelRun(request.request_id, request.replica.worker.name))
+        fleet.requeue(request, is_at_fault=False)
+    return actions
+
+
+def fill_slots(
+    fleet: Fleet, model: Model, moved: Collection[RequestId] = frozenset(), why_moved: Why = Why.WAITED
+) -> list[Action]:
+    """Dispatch waiting requests. `moved`: those that ran on replicas which left for the ones they get now."""
     actions: list[Action] = []
     while (first := model.first_waiting) is not None and (chosen := choose_replica(fleet, first)) is not None:
         if chosen.replica.is_temporary:
             why = Why.STAGED
-        elif first.request_id in switching:
-            why = Why.SWITCHED
+        elif first.request_id in moved:
+            why = why_moved
         else:
             why = _why_now(fleet, first, Why.RESIDENT if chosen.replica.is_ready else Why.LOADING)
         actions.append(_dispatch(fleet, first, chosen.replica, why, chosen.options))
@@ -402,6 +414,8 @@ def set_timer(fleet: Fleet) -> SetTimer | None:
         at_s = min(at_s, next(iter(fleet.resting.values())))
     if fleet.gathering:
         at_s = min(at_s, next(iter(fleet.gathering.values())))
+    for model in fleet.dropped.values():
+        at_s = min(at_s, max(fleet.now_s, model.drop.due_s))
     for drain in fleet.drains.values():
         if (until_s := drain.began_s + fleet.config.max_drain_s) >= at_s:
             break

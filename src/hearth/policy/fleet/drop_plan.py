@@ -1,0 +1,114 @@
+"""Which replicas of a model become groups that have its layers once, so that the rest is memory for KV. Pure.
+
+The two smallest groups are merged until what they free covers the demand. A group of n replicas frees n - 1
+copies of the weights. Its size divides the layers, so that all members have the same memory for KV.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice
+
+from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.pipelines import PipelinePlan, plan_stages
+from hearth.policy.fleet.profile import MAX_STAGES, Footprint, ModelProfile, StageSizes
+from hearth.policy.fleet.records import Model, Replica, Worker
+
+#: Groups must have room for so many times the KV of the replicas: forming them costs a pause.
+MIN_GAIN = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedGroup:
+    replicas: tuple[Replica, ...]  #: that become its members
+    pipeline: PipelinePlan
+
+
+def merge_groups(num_replicas: int, num_copies: int, num_layers: int) -> list[int]:
+    """Return the sizes of groups, the smallest first, that free `num_copies` copies, or as many as can be."""
+    sizes = [1] * num_replicas
+    while num_replicas - len(sizes) < num_copies:
+        pairs = sorted(combinations(sorted(sizes), 2), key=sum)
+        merged = next((pair for pair in pairs if _may_have(sum(pair), num_layers)), None)
+        if merged is None:
+            break
+        for size in merged:
+            sizes.remove(size)
+        sizes.append(sum(merged))
+    return sorted(sizes)
+
+
+def _may_have(size: int, num_layers: int) -> bool:
+    return size <= min(MAX_STAGES, num_layers) and num_layers % size == 0
+
+
+def plan_drop(fleet: Fleet, model: Model, lack_tokens: int) -> list[DroppedGroup]:
+    """Return the groups that free memory for `lack_tokens` more; empty: none can, or they gain too little."""
+    profile, replicas = model.profile, _candidates(model)
+    if profile is None or len(replicas) < 2:
+        return []
+    kind = replicas[0].worker.kind
+    sizes, footprint = profile.stages[kind], profile.footprints[kind]
+    num_copies = -(-lack_tokens * footprint.kv_token_bytes // footprint.weights_bytes)
+    group_sizes = merge_groups(len(replicas), max(1, num_copies), sizes.num_layers)
+    if not _pays_off(replicas, group_sizes, footprint):
+        return []
+    left = iter(replicas)
+    groups = [tuple(islice(left, size)) for size in reversed(group_sizes) if size > 1]
+    return [group for replicas in groups if (group := _group(sizes, replicas)) is not None]
+
+
+def _candidates(model: Model) -> list[Replica]:
+    """Return the whole replicas that could be stages, of the kind of worker that has most, by node."""
+    profile, by_kind = model.profile, defaultdict[str, list[Replica]](list)
+    for replica in model.usable.values():
+        worker = replica.worker
+        may_stage = worker.runs_stages and profile is not None and worker.kind in profile.stages
+        is_serving = replica.is_ready and replica.is_in_turn and not replica.stages
+        if may_stage and is_serving and worker.drain is None:
+            by_kind[worker.kind].append(replica)
+    most = max(by_kind.values(), key=len, default=[])
+    return sorted(most, key=lambda one: (one.worker.node, one.worker.name))
+
+
+def _pays_off(replicas: Sequence[Replica], group_sizes: Sequence[int], footprint: Footprint) -> bool:
+    """False if groups have little more room for KV, or too few slots to use it."""
+    if not (token_bytes := footprint.kv_token_bytes):
+        return True
+    room_tokens = sum(one.room_tokens for one in replicas)
+    num_copies = len(replicas) - len(group_sizes)
+    more_tokens = room_tokens + num_copies * footprint.weights_bytes // token_bytes
+    num_running = sum(len(one.running) for one in replicas)
+    if num_running:
+        demand_tokens = sum(one.demand_tokens for one in replicas)
+        num_slots = len(group_sizes) * footprint.max_seqs
+        more_tokens = min(more_tokens, num_slots * demand_tokens // num_running)
+    return more_tokens >= MIN_GAIN * room_tokens
+
+
+def _group(sizes: StageSizes, replicas: Sequence[Replica]) -> DroppedGroup | None:
+    """Return a group of replicas; None: a worker has promised what it would need to other models."""
+    replicas = tuple(sorted(replicas, key=lambda one: one.worker.name))
+    shares = [sizes.num_layers // len(replicas)] * len(replicas)
+    stages = plan_stages(sizes, [one.worker for one in replicas], shares)
+    for replica, stage in zip(replicas, stages, strict=True):
+        if not has_room_for(stage.footprint, replica, replica.worker):
+            return None
+    return DroppedGroup(replicas, PipelinePlan(stages, (), sizes.context_blocks))
+
+
+def has_room_for(footprint: Footprint, replica: Replica, worker: Worker) -> bool:
+    """True if a worker has room for a footprint in place of what a replica has there."""
+    promises = worker.promises.copy()
+    promises.release(replica.promise_on(worker), replica.booked_hold)
+    return promises.has_room(footprint)
+
+
+def restorable(replica: Replica, profile: ModelProfile) -> Iterator[Worker]:
+    """Yield the members of a group that have room for the whole model in its place."""
+    for worker in replica.workers:
+        footprint = profile.footprints.get(worker.kind)
+        if footprint is not None and has_room_for(footprint, replica, worker):
+            yield worker
