@@ -53,8 +53,16 @@ def test_bytes_of_another_version_are_of_no_use() -> None:
     device = DeviceMemory(100)
     device.place_weights(A, "old", 40)
     assert device.place_weights(A, "new", 40) == 0
-    assert device.place_weights(A, "new", 30) == 0
-    assert device.free_bytes == 70
+    assert device.free_bytes == 60
+
+
+def test_a_stage_keeps_the_bytes_of_its_layers_and_the_whole_model_those_of_its_stage() -> None:
+    device = DeviceMemory(100, page_bytes=1)
+    device.place_weights(A, "", 40)
+    assert device.place_weights(A, "", 20, begin_bytes=20) == 20
+    assert device.free_bytes == 80
+    assert device.place_weights(A, "", 20, begin_bytes=10) == 10
+    assert device.place_weights(A, "", 40) == 20
 
 
 def test_an_evicted_model_keeps_its_weights_and_a_dropped_one_nothing() -> None:

@@ -21,6 +21,7 @@ class DeviceWeights:
     digest: str
     units: tuple[int, ...]  #: bytes of each, in forward order
     num_units: int  #: the first so many have a place on the device
+    begin_bytes: int = 0  #: of the model, those before the first unit
     _bytes_by_num: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,13 +62,17 @@ class DeviceMemory:
         weights = self.weights.get(model)
         return 0 if weights is None else weights.num_bytes
 
-    def place_weights(self, model: ModelId, digest: str, num_bytes: int) -> int:
-        """Place all units of a model; return how many bytes of this version were there."""
-        weights = self.weights.get(model)
-        if weights is None or weights.digest != digest or weights.total_bytes != self.rounded(num_bytes):
-            weights = self.weights[model] = DeviceWeights(digest, self._split(num_bytes), 0)
-        there_bytes = weights.num_bytes
-        weights.num_units = len(weights.units)
+    def place_weights(self, model: ModelId, digest: str, num_bytes: int, begin_bytes: int = 0) -> int:
+        """Place all units of a model, or of the stage that begins behind so many bytes of it.
+
+        Return how many bytes of them were there; those of other layers leave.
+        """
+        before = self.weights.get(model)
+        units, there_bytes = self._split(num_bytes), 0
+        if before is not None and before.digest == digest:
+            end_bytes = min(begin_bytes + sum(units), before.begin_bytes + before.num_bytes)
+            there_bytes = max(0, end_bytes - max(begin_bytes, before.begin_bytes))
+        self.weights[model] = DeviceWeights(digest, units, len(units), begin_bytes)
         return there_bytes
 
     def place_front(self, model: ModelId, digest: str, num_bytes: int, front_bytes: int) -> int:

@@ -53,7 +53,7 @@ class SimulatedBooks:
         return 0
 
     def later_stages(self) -> list[ModelId]:
-        return []  # a pipeline is simulated with the KV that it is promised
+        return []  # they are assumed to have as much memory for KV as the first one
 
     def kv_of(self, model: ModelId) -> KvView:
         engine, hold = self._hosted[model].engine, self.hold(model)
@@ -129,7 +129,8 @@ class SimulatedReclaimer:
         """
         hosted = self._hosted[model]
         profile, promise, engine = hosted.order.profile, hosted.order.load.promise, hosted.engine
-        there_bytes = self.device.place_weights(model, profile.digest, profile.num_bytes)
+        begin_bytes = hosted.order.begin_bytes
+        there_bytes = self.device.place_weights(model, profile.digest, profile.num_bytes, begin_bytes)
         was_placed = engine.kv.is_placed
         engine.kv.place_sink()
         tables_bytes = hosted.order.tables_bytes(engine.kv.range.sink_pages * PAGE_BYTES)

@@ -82,6 +82,7 @@ class SimulatedAnswer:
     num_cached_tokens: int = 0  #: of its prompt, when it started
     token_s: list[float] = field(default_factory=list)  #: when each token was sent
     placed: tuple[WorkerId, ModelId] | None = None  #: where it runs; None: nowhere
+    is_admitted: bool = False  #: there; before, the worker may still send tokens of an earlier run
     started_s: float | None = None  #: when the step began that first had tokens of it; None: none had yet
     num_pauses: int = 0  #: turns of its model that ended meanwhile
     ended_s: float | None = None  #: None: it has not ended
@@ -289,8 +290,8 @@ class SimulatedService:
             case TokensSent(at_s, request_ids, model):
                 for request_id in request_ids:
                     answer = self.answers[request_id]
-                    if answer.placed != (worker, model):
-                        pass  # it has left, and another worker makes these tokens again
+                    if answer.placed != (worker, model) or not answer.is_admitted:
+                        pass  # it has left, and these tokens are made again
                     elif answer.ended_s is None:
                         answer.token_s += at_s
                     else:  # its client has gone, which the worker had not heard yet
@@ -298,6 +299,7 @@ class SimulatedService:
             case RequestsStarted(now_s, admissions):
                 for admission in admissions:
                     answer = self.answers[admission.request_id]
+                    answer.is_admitted = True
                     if answer.started_s is None:
                         answer.started_s, answer.num_cached_tokens = now_s, admission.num_cached_tokens
             case Paused(request_ids):
@@ -402,7 +404,7 @@ class SimulatedService:
                 self._post(name, HostOrder(action, profile, shape, context, arrived_s, hops_s))
             case Dispatch(request_id, model, name):
                 answer = self.answers[request_id]
-                answer.placed = name, model
+                answer.placed, answer.is_admitted = (name, model), False
                 start = StartOrder(
                     request_id,
                     model,
@@ -442,10 +444,11 @@ class SimulatedService:
 
     def _leave(self, answer: SimulatedAnswer, worker: WorkerId) -> None:
         """Have a request leave a worker with the tokens that were sent by now."""
-        if answer.ended_s is None and answer.placed is not None:
+        if answer.ended_s is None and answer.placed is not None and answer.is_admitted:
             for fact in self.workers[worker].sent_by(self.now_s):
                 if answer.request_id in fact.request_ids and answer.placed == (worker, fact.model):
                     answer.token_s += fact.at_s
+        if answer.ended_s is None:
             answer.placed = None
 
     def _fetch(self, actions: Iterable[Action]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hearth.core.sizes import StepLimits, mixed_sizes
-from hearth.core.types import Hold, ModelId, Pace, RequestId
+from hearth.core.types import Hold, ModelId, Pace, RequestId, model_of
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.kv_pressure import PressureWatch
 from hearth.policy.batch.plan import Admission
@@ -28,6 +28,7 @@ class HostOrder:
     max_context: int
     arrived_s: float = 0.0  #: when its bytes are all in host memory of the worker's machine
     hops_s: float = 0.0  #: of a step's way through all stages and back
+    begin_bytes: int = 0  #: of the model, those before what the worker has of it
 
     def in_pipeline(self) -> HostOrder:
         """Return the order for what the worker has of a model: a stage, if a pipeline runs it."""
@@ -39,15 +40,16 @@ class HostOrder:
         stage_bytes = -(-self.profile.num_bytes * num_layers // total)
         shares = [(one.end - one.begin) / total for one in pipeline.members]
         shape = self.shape.in_stages(shares, num_layers / total, self.hops_s)
-        digest = f"{self.profile.digest} {member.begin}-{member.end}"
-        return replace(self, profile=replace(self.profile, num_bytes=stage_bytes, digest=digest), shape=shape)
+        begin_bytes = self.profile.num_bytes * member.begin // total
+        profile = replace(self.profile, num_bytes=stage_bytes)
+        return replace(self, profile=profile, shape=shape, begin_bytes=begin_bytes)
 
     @property
     def is_stage(self) -> bool:
         return self.load.pipeline is not None
 
     def tables_bytes(self, sink_bytes: int) -> int:
-        """Return what the model keeps besides weights and KV. A stage keeps all of its memory."""
+        """Return what the model keeps besides weights and KV."""
         load = self.load
         if not self.is_stage:
             return load.promise.standing_bytes - sink_bytes
@@ -59,7 +61,9 @@ class HostOrder:
         batch_limits = BatchLimits(
             limits.max_batch_tokens, limits.max_seqs, self.max_context, mixed_sizes(limits)
         )
-        kv_bytes = self.load.kv_floor_bytes if self.is_stage else self.load.max_kv_bytes
+        # A pipeline of workers that load the model leaves the rest to the whole model.
+        is_temporary = model_of(self.load.model) != self.load.model
+        kv_bytes = self.load.kv_floor_bytes if is_temporary else self.load.max_kv_bytes
         kv = KvRange(block_bytes, PAGE_BYTES, max(2, kv_bytes // block_bytes))
         floor_blocks = max(1, self.load.kv_floor_bytes // block_bytes - 1)
         return SteppedEngine(self.shape, batch_limits, kv, limits.block_tokens, floor_blocks, max_step_s)

@@ -6,7 +6,8 @@ missing bytes. A step is launched before the one before it is committed, and ord
 engine has ended. Calls that only decode are skipped.
 
 The first worker of a pipeline makes its steps, through all stages, as soon as its own weights are loaded. The
-other workers only have the memory, and their devices are free.
+other workers only have the memory, and their devices are free. They are taken to have as much room for KV as
+the first one, so simulate a pipeline on workers that have nothing else.
 """
 
 from __future__ import annotations

@@ -86,8 +86,10 @@ def test_running_and_waiting_requests_are_expected_to_grow() -> None:
     assert plan is not None
     assert batcher.blocks.num_live == 2, "the second one lacks a block"
     assert batcher.kv.expected_blocks(0) == 4
-    assert batcher.kv.expected_blocks(1) == 6
-    assert batcher.kv.expected_blocks(1000) == 2 * 9, "prompt and answer have 132 tokens"
+    assert batcher.kv.expected_blocks(1) == 4, "none has made a token"
+    batcher.commit(plan, [7] * plan.num_samples)
+    assert batcher.kv.expected_blocks(1) == 5
+    assert batcher.kv.expected_blocks(1000) == 5, "no more than it has made"
 
 
 def test_requests_without_a_slot_are_not_expected_to_take_memory() -> None:

@@ -27,13 +27,21 @@ class Model:
             self.groups = replace(self.groups, num_ready=self.groups.num_groups, num_loading=0)
         self.groups = replace(self.groups, demand_tokens=demand_tokens)
         self.drop.observe(self.groups, now_s)
-        if self.drop.may_drop(self.groups, now_s):
+        if self.drop.state is DropState.WHOLE and self.drop.may_drop(self.groups, now_s):
             self.drop.drop(100, now_s)
             self.drops_s.append(now_s)
             self.groups = replace(self.groups, num_groups=1, num_ready=0)
         elif self.drop.may_restore(now_s):
             self.drop.restore(now_s)
             self.groups = replace(self.groups, num_groups=0, num_ready=0, num_loading=2)
+        return self.drop.state
+
+    def press_again(self, now_s: float) -> DropState:
+        """Form a further group."""
+        assert self.drop.may_drop(self.groups, now_s)
+        self.drop.drop(50, now_s)
+        self.groups = replace(self.groups, num_groups=self.groups.num_groups + 1)
+        self.drop.observe(self.groups, now_s)
         return self.drop.state
 
     def lose(self, now_s: float) -> DropState:
@@ -45,10 +53,18 @@ class Model:
 def test_a_model_goes_through_all_states_and_is_whole_again() -> None:
     model = Model()
     states = [model.press(0.0, 100), model.press(1.0, 101), model.press(1.1, 120, is_slow=True)]
-    states += [model.press(1.5, 130), model.press(2.0, 60), model.press(2.0 + HOLD_S, 60)]
+    states += [model.press(1.5, 130), model.press(2.0, 50), model.press(2.0 + HOLD_S, 50)]
     states += [model.press(12.5, 10, is_slow=True), model.press(13.0, 10)]
     names = "whole preparing preparing dropped dropped restoring restoring whole"
     assert [state.value for state in states] == names.split()
+
+
+def test_further_replicas_become_groups_if_the_first_ones_are_not_enough() -> None:
+    model = Model()
+    assert [model.press(0.0, 120), model.press(1.0, 160)] == [DropState.PREPARING, DropState.DROPPED]
+    assert model.press_again(2.0) is DropState.PREPARING
+    assert model.drop.whole_tokens == 150
+    assert model.press(3.0, 90) is DropState.DROPPED
 
 
 @pytest.mark.parametrize("state", list(DropState)[1:])
@@ -69,7 +85,7 @@ def test_relief_that_does_not_last_restores_nothing() -> None:
     model = Model()
     model.press(0.0, 120)
     for second in range(1, 60):
-        demand = 20 if second % 9 else 71
+        demand = 20 if second % 9 else 51
         assert model.press(float(second), demand) is DropState.DROPPED
 
 

@@ -14,6 +14,7 @@ from hearth.policy.fleet.events import (
     Action,
     BrainConfig,
     CancelRun,
+    ComputedPrompt,
     Dispatch,
     Evict,
     LoadModel,
@@ -177,11 +178,50 @@ def test_replicas_whose_slots_limit_them_stay_whole() -> None:
 
 def test_groups_are_as_many_as_the_demand_needs() -> None:
     desk = two_whole(num_workers=4)
-    for number in range(3):
-        press(desk, f"w{number}", 60)
-    pipelines = {one.pipeline for one in of(LoadModel, press(desk, "w3", 60))}
-    assert len(pipelines) == 1, "a copy of 66 bytes covers 40 tokens"
+    assert num_groups(desk, 55) == 1, "a copy of 66 bytes covers 20 tokens, and 40 to come"
     assert len(desk.fleet.models[M.model].usable) == 3
+    assert num_groups(two_whole(num_workers=4), 60) == 2
+
+
+def num_groups(desk: Desk, demand_tokens: int) -> int:
+    """Return how many groups four replicas form."""
+    for number in range(3):
+        press(desk, f"w{number}", demand_tokens)
+    return len({one.pipeline for one in of(LoadModel, press(desk, "w3", demand_tokens))})
+
+
+def test_further_replicas_become_groups_if_one_is_not_enough() -> None:
+    desk = two_whole(num_workers=4)
+    assert num_groups(desk, 55) == 1
+    first = next(one for one in desk.fleet.models[M.model].usable.values() if one.is_dropped)
+    for worker in first.workers:
+        desk.ready("m", worker.name)
+    assert not press(desk, first.worker.name, 150, room_tokens=166)
+    assert len(of(LoadModel, press(desk, first.worker.name, 170, room_tokens=166))) == 2
+    assert [one.is_dropped for one in desk.fleet.models[M.model].usable.values()] == [True, True]
+    assert state(desk) == "preparing"
+
+
+def test_a_group_gets_requests_in_proportion_to_its_room() -> None:
+    model = staged("m", 6, max_seqs=40, may_drop=True, kv_token_bytes=1, is_pinned=True)
+    desk = two_whole(num_workers=4, model=model)
+    assert num_groups(desk, 55) == 1
+    for number in range(16, 32):
+        desk.ask(f"r{number}", "m")
+    usable = desk.fleet.models[M.model].usable.values()
+    assert sorted((round(one.kv_share, 2), len(one.running)) for one in usable) == [
+        (1.0, 6),
+        (1.0, 6),
+        (3.32, 20),
+    ]
+
+
+def test_requests_that_would_soon_have_memory_are_not_computed_again() -> None:
+    desk = two_whole()
+    desk.fleet.estimates.computed(M.model, ComputedPrompt(1024, 1024 * 0.01))
+    assert not dropped(desk), "80 tokens take 0.8 s, and others end sooner"
+    desk.fleet.estimates.computed(M.model, ComputedPrompt(1024, 1024 * 0.005))
+    assert press(desk, "w0", 60)
 
 
 def test_the_layers_come_back_when_the_demand_has_been_low_for_long_enough() -> None:

@@ -63,14 +63,18 @@ class BatchKv:
         return blocks_wanted_by(self._sequences.running(), num_steps, self._blocks.block_tokens)
 
     def expected_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks requests would hold if each that has a slot made `num_tokens` more."""
+        """Return how many blocks requests would hold if each that has a slot made `num_tokens` more.
+
+        But no more than it has made so far: most end soon, and as many others begin.
+        """
         self._books.settle()
         blocks, num_expected = self._blocks, self._blocks.num_live
         for sequence in self._sequences.running():
-            length = min(sequence.max_length, max(sequence.num_planned, sequence.num_prefill) + num_tokens)
+            begun = max(sequence.num_planned, sequence.num_prefill)
+            length = min(sequence.max_length, begun + min(num_tokens, sequence.num_output))
             num_expected += max(0, blocks.num_blocks_of(length) - len(sequence.blocks))
         for sequence in self._sequences.waiting_for_kv():
-            length = min(sequence.max_length, len(sequence.tokens) + num_tokens)
+            length = min(sequence.max_length, len(sequence.tokens) + min(num_tokens, sequence.num_output))
             num_expected += blocks.num_blocks_of(length) - len(sequence.known_prefix(blocks.prefixes))
         return num_expected
 

@@ -1,6 +1,6 @@
 """How much KV a model will need in a second, against what it can have, reported as it changes. Pure.
 
-    demand = KV of running requests, of the tokens that they will have made by then, and of waiting requests
+    demand = KV of running requests, of the tokens that they are to make by then, and of waiting requests
     room   = KV that it has, and what free and idle memory would hold
 
 The gateway hears of an edge: the demand passes the room, falls below it again, or has moved by a step of the

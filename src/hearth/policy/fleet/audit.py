@@ -140,7 +140,7 @@ def _check_model(fleet: Fleet, model: Model) -> None:
     assert model.loading.keys() == loading, f"`{name}`: {sorted(model.loading)=} {sorted(loading)=}"
     assert model.profile is not None or model.replicas, f"removed, but still here: `{name}`"
     assert model.profile is not None or not model.waiting, f"removed, but waited for: `{name}`"
-    is_open = {n: len(r.running) for n, r in usable.items() if r.has_free_slot}
+    is_open = {n: r.load for n, r in usable.items() if r.has_free_slot}
     ranks = {n: model.with_free_slot.rank(n) for n in model.with_free_slot}
     assert ranks == is_open, f"`{name}`: {ranks=} {is_open=}"
     places = [request.place for request in model.waiting.values()]

@@ -1,7 +1,7 @@
 """When the replicas of a model give up layers for KV, and when they have them back. Pure.
 
     whole  --- pressure --->  preparing  --- all stages ready --->  dropped
-      ^  ^                        |                                  |   |
+      ^  ^                     |      ^------- pressure again -------|   |
       |  '------ no group left ---'------------- no group left ------'   |
       '--- all whole again ---  restoring  <--- relief for `hold_s` -----'
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 #: Relief is a demand of at most this share of what the whole replicas had room for.
-RELIEF = 0.7
+RELIEF = 0.5
 #: How long relief must last before a restore, and at most after several drops in a row.
 HOLD_S, MAX_HOLD_S = 10.0, 320.0
 
@@ -61,15 +61,17 @@ class ParameterDrop:
         return self.relieved_s + self.hold_s if self.state is DropState.DROPPED else math.inf
 
     def may_drop(self, groups: Groups, now_s: float) -> bool:
-        is_whole = self.state is DropState.WHOLE and now_s >= self.blocked_until_s
-        return is_whole and groups.demand_tokens > groups.room_tokens
+        is_settled = self.state in (DropState.WHOLE, DropState.DROPPED) and now_s >= self.blocked_until_s
+        return is_settled and groups.demand_tokens > groups.room_tokens
 
     def drop(self, whole_tokens: int, now_s: float) -> None:
-        """Note that groups were formed of replicas with room for so many tokens."""
-        assert self.state is DropState.WHOLE, f"dropped while {self.state}"
-        was_mistaken = now_s - self.restored_s < 2 * self.hold_s
-        self.hold_s = min(MAX_HOLD_S, 2 * self.hold_s) if was_mistaken else HOLD_S
-        self.state, self.whole_tokens, self.relieved_s = DropState.PREPARING, whole_tokens, math.inf
+        """Note that groups were formed, perhaps beside others, of replicas with room for so many tokens."""
+        assert self.state in (DropState.WHOLE, DropState.DROPPED), f"dropped while {self.state}"
+        if self.state is DropState.WHOLE:
+            was_mistaken = now_s - self.restored_s < 2 * self.hold_s
+            self.hold_s = min(MAX_HOLD_S, 2 * self.hold_s) if was_mistaken else HOLD_S
+        self.whole_tokens += whole_tokens
+        self.state, self.relieved_s = DropState.PREPARING, math.inf
 
     def observe(self, groups: Groups, now_s: float) -> None:
         """Follow what has become of the groups, and of the whole replicas that they were restored to."""

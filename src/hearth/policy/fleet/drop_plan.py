@@ -6,6 +6,7 @@ copies of the weights. Its size divides the layers, so that all members have the
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,15 @@ from hearth.policy.fleet.records import Model, Replica, Worker
 
 #: Groups must have room for so many times the KV of the replicas: forming them costs a pause.
 MIN_GAIN = 1.1
+#: A burst has just begun when it is noticed: what it lacks is expected to become so many times as much.
+GROWTH = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
     replicas: tuple[Replica, ...]  #: that become its members
     pipeline: PipelinePlan
+    kv_share: float  #: its room for KV, over that of a replica
 
 
 def merge_groups(num_replicas: int, num_copies: int, num_layers: int) -> list[int]:
@@ -44,20 +48,22 @@ def _may_have(size: int, num_layers: int) -> bool:
     return size <= min(MAX_STAGES, num_layers) and num_layers % size == 0
 
 
-def plan_drop(fleet: Fleet, model: Model, lack_tokens: int) -> list[DroppedGroup]:
-    """Return the groups that free memory for `lack_tokens` more; empty: none can, or they gain too little."""
+def plan_drop(fleet: Fleet, model: Model) -> list[DroppedGroup]:
+    """Return groups that free what a model lacks, or as much as can be; empty: they would gain too little."""
     profile, replicas = model.profile, _candidates(model)
     if profile is None or len(replicas) < 2:
         return []
     kind = replicas[0].worker.kind
     sizes, footprint = profile.stages[kind], profile.footprints[kind]
-    num_copies = -(-lack_tokens * footprint.kv_token_bytes // footprint.weights_bytes)
+    usable = model.usable.values()
+    lack_tokens = GROWTH * (sum(one.demand_tokens for one in usable) - sum(one.room_tokens for one in usable))
+    num_copies = math.ceil(lack_tokens * footprint.kv_token_bytes / footprint.weights_bytes)
     group_sizes = merge_groups(len(replicas), max(1, num_copies), sizes.num_layers)
-    if not _pays_off(replicas, group_sizes, footprint):
+    if not _gains(replicas, group_sizes, footprint) or not _pays_off(fleet, model, replicas, lack_tokens):
         return []
     left = iter(replicas)
     groups = [tuple(islice(left, size)) for size in reversed(group_sizes) if size > 1]
-    return [group for replicas in groups if (group := _group(sizes, replicas)) is not None]
+    return [group for one in groups if (group := _group(sizes, footprint, one)) is not None]
 
 
 def _candidates(model: Model) -> list[Replica]:
@@ -73,7 +79,19 @@ def _candidates(model: Model) -> list[Replica]:
     return sorted(most, key=lambda one: (one.worker.node, one.worker.name))
 
 
-def _pays_off(replicas: Sequence[Replica], group_sizes: Sequence[int], footprint: Footprint) -> bool:
+def _pays_off(fleet: Fleet, model: Model, replicas: Sequence[Replica], lack_tokens: float) -> bool:
+    """True if requests would wait longer for KV of others than for groups to compute all of it.
+
+    KV comes free as requests end. The members of a group share the prompts: those of requests that wait, and
+    what is computed again of those that run.
+    """
+    room_tokens = sum(one.room_tokens for one in replicas)
+    wait_s = fleet.estimates.run_s(model.name) * lack_tokens / room_tokens
+    computed_tokens = math.ceil((room_tokens + lack_tokens) / len(replicas))
+    return wait_s > fleet.estimates.least_prompt_s(model.name, computed_tokens)
+
+
+def _gains(replicas: Sequence[Replica], group_sizes: Sequence[int], footprint: Footprint) -> bool:
     """False if groups have little more room for KV, or too few slots to use it."""
     if not (token_bytes := footprint.kv_token_bytes):
         return True
@@ -88,7 +106,7 @@ def _pays_off(replicas: Sequence[Replica], group_sizes: Sequence[int], footprint
     return more_tokens >= MIN_GAIN * room_tokens
 
 
-def _group(sizes: StageSizes, replicas: Sequence[Replica]) -> DroppedGroup | None:
+def _group(sizes: StageSizes, whole: Footprint, replicas: Sequence[Replica]) -> DroppedGroup | None:
     """Return a group of replicas; None: a worker has promised what it would need to other models."""
     replicas = tuple(sorted(replicas, key=lambda one: one.worker.name))
     shares = [sizes.num_layers // len(replicas)] * len(replicas)
@@ -96,7 +114,10 @@ def _group(sizes: StageSizes, replicas: Sequence[Replica]) -> DroppedGroup | Non
     for replica, stage in zip(replicas, stages, strict=True):
         if not has_room_for(stage.footprint, replica, replica.worker):
             return None
-    return DroppedGroup(replicas, PipelinePlan(stages, (), sizes.context_blocks))
+    room_tokens, num_copies = sum(one.room_tokens for one in replicas), len(replicas) - 1
+    more_tokens = num_copies * whole.weights_bytes // max(1, whole.kv_token_bytes)
+    kv_share = len(replicas) * (1.0 + more_tokens / room_tokens)
+    return DroppedGroup(replicas, PipelinePlan(stages, (), sizes.context_blocks), kv_share)
 
 
 def has_room_for(footprint: Footprint, replica: Replica, worker: Worker) -> bool:

@@ -307,7 +307,7 @@ class Fleet:
             _enter(model.loading, worker.name, replica, is_in=is_loading)
         num_running = len(replica.running)
         if is_usable and num_running < replica.max_seqs:
-            model.with_free_slot.put(worker.name, num_running)
+            model.with_free_slot.put(worker.name, replica.load)
         else:
             model.with_free_slot.drop(worker.name)
         is_busy = is_there and num_running > 0

@@ -78,7 +78,7 @@ def _drop(fleet: Fleet, model: Model) -> list[Action]:
         return []
     if not model.drop.may_drop(groups, fleet.now_s):
         return []
-    planned = plan_drop(fleet, model, groups.demand_tokens - groups.room_tokens)
+    planned = plan_drop(fleet, model)
     replaced = [replica for group in planned for replica in group.replicas]
     if not replaced:
         return []
@@ -110,6 +110,7 @@ def _form(fleet: Fleet, model: Model, profile: ModelProfile, group: DroppedGroup
         profile.digest,
         max_seqs=first.footprint.max_seqs,
         is_dropped=True,
+        kv_share=group.kv_share,
     )
     return form_pipeline(fleet, pipeline, group.pipeline)
 

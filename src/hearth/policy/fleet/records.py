@@ -267,6 +267,7 @@ class Replica:
     stages: tuple[ReplicaStage, ...] = ()
     #: It is a pipeline in place of as many whole replicas: see `drop_group.py`.
     is_dropped: bool = False
+    kv_share: float = 1.0  #: its room for KV, over that of a whole replica
     prefixes: KnownPrefixes = field(default_factory=KnownPrefixes)
     num_prompt_tokens: int = 0  #: of the requests that run
     max_kv_tokens: int = 0  #: that it has room for; 0: unknown
@@ -311,6 +312,11 @@ class Replica:
         if self.is_stale or self.drain is not None or self.worker.is_draining:
             return False
         return not self.stages or not self.is_on_draining_node
+
+    @property
+    def load(self) -> int:
+        """How many requests run there for the KV of a whole replica. New ones go where they are fewest."""
+        return int(len(self.running) / self.kv_share)
 
     @property
     def has_free_slot(self) -> bool:

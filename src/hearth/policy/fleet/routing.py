@@ -370,7 +370,7 @@ def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
     run_s_by_model, mean_s = fleet.estimates.run_s_by_model, fleet.estimates.run_s()
     own_s = run_s_by_model.get(model.name, mean_s)
     replica = worker.busy.get(model.name)
-    own_queue_s = 0.0 if replica is None else own_s * len(replica.running) / replica.max_seqs
+    own_queue_s = 0.0 if replica is None else own_s * replica.load / replica.max_seqs
     if replica is not None and len(worker.busy) == 1:
         return own_queue_s
     others_s = [min(own_s, run_s_by_model.get(one, mean_s)) for one in worker.busy if one != model.name]
