@@ -54,6 +54,7 @@ def remove_model(fleet: Fleet, name: ModelId) -> list[Action]:
     fleet.estimates.forget(name)
     if not model.replicas:
         del fleet.models[name]
+        fleet.gpu_time.forget(name)
     return actions + _outdate(fleet, model, before)
 
 

@@ -60,6 +60,7 @@ class WorkerJoined:
     node: NodeId = LOCAL
     gpu: int | None = None  #: the index of its device on the node; None: a CPU
     runs_stages: bool = True  #: False: its Hearth is older, and may not know all that stages are told
+    device_share: float = 1.0  #: of its device, which several workers may share
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class RequestArrived:
     is_batch: bool = False  #: not interactive: lower priority
     adapter: WantedAdapter | None = None  #: None: the bare model
     prefixes: tuple[PrefixDigest, ...] = ()  #: of its prompt, for the choice among replicas
+    key: str | None = None  #: the name of the API key that is charged
 
 
 class End(StrEnum):

@@ -209,6 +209,7 @@ def _joined(worker: Worker) -> WorkerJoined:
         node=worker.node,
         gpu=worker.gpu,
         runs_stages=worker.runs_stages,
+        device_share=worker.device_share,
     )
 
 
@@ -259,6 +260,7 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
             request = _restore_request(fleet, served, facts)
             request.replica = replica
             replica.running[request.request_id] = request
+            fleet.gpu_time.start(request, fleet.now_s)
             fleet.queues.num_awaiting_turn += request.awaits_turn
     for begun in state.drains:
         model, names = fleet.models[begun.model], (begun.worker, *begun.more)
@@ -281,6 +283,8 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     fleet.rank_workers()
     fleet.queues.rank_waiting()
     fleet.queues.must_serve = fleet.queues.must_refuse = False
+    for worker in fleet.workers.values():
+        fleet.gpu_time.note(worker, fleet.now_s)
     return fleet
 
 

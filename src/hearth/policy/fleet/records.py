@@ -49,6 +49,7 @@ class Request:
     adapter: WantedAdapter | None = None  #: None: the bare model
     prefixes: tuple[PrefixDigest, ...] = ()
     num_prompt_tokens: int = 0
+    key: str | None = None
     num_losses: int = 0  #: replicas lost in a step that it was in, as far as known
     queued_s: float = 0.0
     queued_step: int = 0
@@ -393,6 +394,12 @@ class Worker:
     runs_stages: bool = True
     is_draining: bool = False  #: its node is being emptied: nothing new is placed here
     used_s: float = -math.inf  #: when it joined, a load began there or a request ended
+    device_share: float = 1.0
+
+    @property
+    def is_retained(self) -> bool:
+        """True if it has replicas, which are all retained."""
+        return bool(self.replicas) and all(one.hold is RETAINED for one in self.replicas.values())
 
 
 def _most(bytes_by_rung: Mapping[Rung, int]) -> int:
