@@ -242,7 +242,7 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     for one in state.models:
         model = msgspec.convert(one.facts, Model)
         fleet.models[model.name] = model
-        if model.forecast is not None:
+        if model.forecast_due_s < math.inf:
             fleet.forecasts_due.put(model.name, model.forecast_due_s)
         for facts in one.waiting:
             request = _restore_request(fleet, model, facts)
