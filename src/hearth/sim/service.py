@@ -453,13 +453,13 @@ class SimulatedService:
         """Begin to bring models to machines that are to load them."""
         lacking: dict[ModelId, dict[NodeId, None]] = {}
         for action in actions:
-            is_ahead = isinstance(action, Prewarm) and action.to_host and not action.is_advice
-            if isinstance(action, LoadModel) or is_ahead:
-                model, node = model_of(action.model), self.fleet.workers[action.worker].node
-                if self.network.find(model, node, self.now_s) is None:
-                    lacking.setdefault(model, {})[node] = None
-                else:
-                    self.network.keep(model, node)
+            match action:
+                case LoadModel() | Prewarm(to_host=True, is_advice=False):
+                    model, node = model_of(action.model), self.fleet.workers[action.worker].node
+                    if self.network.find(model, node, self.now_s) is None:
+                        lacking.setdefault(model, {})[node] = None
+                    else:
+                        self.network.keep(model, node)
         for model, nodes in lacking.items():
             num_bytes = self._profiles[model].num_bytes
             for node, one in self.network.fetch(model, list(nodes), num_bytes, self.now_s).items():
