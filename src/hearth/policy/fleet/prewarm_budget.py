@@ -1,4 +1,4 @@
-"""What wrong forecasts may cost: a share of the time of all devices, saved up for an hour at most."""
+"""Limits the cost of wrong forecasts to a share of the time of all devices, saved up for an hour at most."""
 
 from __future__ import annotations
 
