@@ -243,7 +243,7 @@ class Driver:
                 self._send(worker, messages.DropModel(model) if is_freed else messages.RetireModel(model))
             case events.SetHold(model, worker, hold):
                 self._send(worker, messages.HoldModel(model, hold))
-            case events.RefusePin():
+            case events.RefusePin() | events.Prewarm():
                 pass  # the observer tells people
             case events.AddWorkers() | events.ReleaseWorkers():
                 pass  # orders to Ray: `RayProcess` is a sink

@@ -31,6 +31,7 @@ from hearth.policy.fleet.events import (
     LinkMeasured,
     LoadModel,
     ModelDeployed,
+    Prewarm,
     RefusePin,
     Reject,
     ReleaseWorkers,
@@ -426,7 +427,7 @@ class SimulatedService:
             case SetTimer(at_s):
                 self._timer_s = at_s
                 self.schedule(TimerFired(at_s))
-            case RefusePin() | AddWorkers() | ReleaseWorkers():
+            case RefusePin() | Prewarm() | AddWorkers() | ReleaseWorkers():
                 pass  # its machines are given
             case _:
                 assert_never(action)
@@ -450,12 +451,13 @@ class SimulatedService:
         """Begin to bring models to machines that are to load them."""
         lacking: dict[ModelId, dict[NodeId, None]] = {}
         for action in actions:
-            if isinstance(action, LoadModel):
-                model, node = model_of(action.model), self.fleet.workers[action.worker].node
-                if self.network.find(model, node, self.now_s) is None:
-                    lacking.setdefault(model, {})[node] = None
-                else:
-                    self.network.keep(model, node)
+            match action:
+                case LoadModel() | Prewarm(to_host=True, is_advice=False):
+                    model, node = model_of(action.model), self.fleet.workers[action.worker].node
+                    if self.network.find(model, node, self.now_s) is None:
+                        lacking.setdefault(model, {})[node] = None
+                    else:
+                        self.network.keep(model, node)
         for model, nodes in lacking.items():
             num_bytes = self._profiles[model].num_bytes
             for node, one in self.network.fetch(model, list(nodes), num_bytes, self.now_s).items():

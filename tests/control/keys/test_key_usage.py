@@ -16,7 +16,7 @@ from hearth.control.requests.caller import ANYBODY, Caller, KeyTerms
 
 def caller_of(path: Path, name: str) -> Caller:
     """Make a key, and return who has it."""
-    caller = ApiKeys.load(path).check(keys.add(path, name, "user", terms=KeyTerms()))
+    caller = ApiKeys.load(path).check(keys.add(path, name, "user", terms=KeyTerms()).key)
     assert caller is not None
     return caller
 

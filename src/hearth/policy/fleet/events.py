@@ -259,6 +259,20 @@ class PressureReported:
 
 
 @dataclass(frozen=True, slots=True)
+class DemandForecast:
+    """How many requests per second are expected for a model, in intervals from now on.
+
+    Replaces the forecast before. None is expected beyond the last interval.
+    """
+
+    now_s: float
+    model: ModelId
+    step_s: float  #: the length of each interval
+    mean_per_s: tuple[float, ...]
+    high_per_s: tuple[float, ...]  #: requests come faster than that with a probability of 10%
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     now_s: float
 
@@ -285,6 +299,7 @@ Event = (
     | ResidencyReported
     | DeviceReported
     | PressureReported
+    | DemandForecast
     | TimerFired
 )
 
@@ -395,6 +410,21 @@ class CancelRun(Struct, frozen=True):
     worker: WorkerId
 
 
+class Prewarm(Struct, frozen=True):
+    """A model is brought nearer to a worker's device ahead of the requests that a forecast expects.
+
+    To the device, an order to load it follows, unless the model is there and is only kept.
+    """
+
+    model: ModelId
+    worker: WorkerId
+    to_host: bool  #: to the memory of its node; False: to the device
+    lead_s: float  #: the requests are expected so long from now
+    expected_per_s: float
+    cost_s: float  #: seconds of the worker's device that are lost if no request comes
+    is_advice: bool = False  #: nothing is done
+
+
 class SetTimer(Struct, frozen=True):
     at_s: float
 
@@ -421,6 +451,7 @@ Action = (
     | RefusePin
     | Reject
     | CancelRun
+    | Prewarm
     | SetTimer
     | AddWorkers
     | ReleaseWorkers
@@ -441,6 +472,14 @@ class WhileLoading:
 
 
 @dataclass(frozen=True, slots=True)
+class Prewarming:
+    """Models are loaded ahead of forecast requests."""
+
+    budget: float = 0.05  #: the share of all devices' time that wrong forecasts may cost
+    is_advice: bool = False  #: only say what would be done
+
+
+@dataclass(frozen=True, slots=True)
 class BrainConfig:
     max_queue: int = 512  #: requests that wait for a slot, room or their model's first turn
     #: After this, a busy model is drained for a waiting request, unless they can take turns.
@@ -458,5 +497,6 @@ class BrainConfig:
     while_loading: WhileLoading | None = None  #: None: requests wait for whole replicas
     #: A first token should come so soon, if need be from a further replica; None: only slots count.
     first_token_s: float | None = None
+    prewarming: Prewarming | None = None  #: None: forecasts are ignored
     #: Bytes per second of each rung until it has shown its own speed.
     priors: Mapping[Rung, float] = field(default_factory=lambda: dict(PRIOR_BYTES_PER_S))

@@ -19,7 +19,9 @@ from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import BrainConfig, RequestArrived, WorkerJoined
 from hearth.policy.fleet.gpu_time import GpuTime
 from hearth.policy.fleet.holds import Expiries, HoldNotices
+from hearth.policy.fleet.prewarm_budget import PrewarmBudget
 from hearth.policy.fleet.queues import RequestQueues
+from hearth.policy.fleet.ranking import Ranking
 from hearth.policy.fleet.records import Drain, Model, Replacement, Replica, Request, Worker
 from hearth.policy.memory.reload_cost import ReloadCosts
 
@@ -61,6 +63,9 @@ class Fleet:
         self.loading_pipelines: dict[ModelId, Replica] = {}
         #: Models with groups of replicas that gave up layers, or whose layers come back.
         self.dropped: dict[ModelId, Model] = {}
+        #: Models with a forecast, by when it is looked at next.
+        self.forecasts_due: Ranking[ModelId, float] = Ranking()
+        self.prewarm_budget = PrewarmBudget()
         self.draining: dict[NodeId, None] = {}
         self.num_workers_by_node: Counter[NodeId] = Counter()
         #: The most workers that were up at a time, or are expected: a lost one is replaced.
@@ -405,6 +410,9 @@ class Fleet:
         assert replica.has_free_slot, f"no slot for `{request.request_id}`"
         self.queues.dequeue(request)
         request.replica, request.started_s, replica.spare = replica, self.now_s, None
+        if replica.prewarmed is not None:
+            self.prewarm_budget.give_back(replica.prewarmed, self.now_s)
+            replica.prewarmed = None
         if request.adapter is not None:
             replica.worker.adapters.use(request.adapter.adapter)
         replica.num_prompt_tokens += request.num_prompt_tokens
