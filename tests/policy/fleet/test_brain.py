@@ -212,7 +212,7 @@ def test_who_needs_a_drained_node_waits_for_it_and_others_that_fit_nowhere_are_r
     desk.deploy(profile("huge", 200), profile("b", kinds=("cuda zone=b",)))
     desk.deploy(profile("a", kinds=()))
     desk.drain_node("n1")
-    assert desk.ask("r1", "b") == []
+    assert of(Reject, desk.ask("r1", "b")) == []
     for request, model in (("r2", "huge"), ("r3", "a")):
         (reject,) = of(Reject, desk.ask(request, model))
         assert reject.reason is RejectReason.NEVER_FITS
