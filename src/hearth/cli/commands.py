@@ -47,7 +47,7 @@ def whole_app() -> typer.Typer:
         import_module(f"hearth.cli.{module}")
     order = [name for names in MODULES.values() for name in names]
     app.registered_commands.sort(
-        key=lambda one: order.index(one.name or getattr(one.callback, "__name__", ""))
+        key=lambda one: order.index(str(one.name or getattr(one.callback, "__name__", None)))
     )
     return app
 
