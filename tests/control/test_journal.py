@@ -302,7 +302,8 @@ FORMAT = {
         "num_losses queued_s queued_step started_s awaits_turn"
     ),
     "RequestArrived": (
-        "now_s request_id model num_prompt_tokens max_tokens keep_alive_s digest is_batch adapter prefixes key"
+        "now_s request_id model num_prompt_tokens max_tokens keep_alive_s digest is_batch adapter prefixes "
+        "key"
     ),
     "RequestCancelled": "now_s request_id",
     "RequestFinished": "now_s request_id num_output_tokens how prompt",
