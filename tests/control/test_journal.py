@@ -298,11 +298,12 @@ FORMAT = {
     ),
     "ReplicaState": "model worker facts running stages",
     "Request": (
-        "request_id number keep_alive_s digest line_s is_batch adapter prefixes num_prompt_tokens num_losses "
-        "queued_s queued_step started_s awaits_turn"
+        "request_id number keep_alive_s digest line_s is_batch adapter prefixes num_prompt_tokens key "
+        "num_losses queued_s queued_step started_s awaits_turn"
     ),
     "RequestArrived": (
-        "now_s request_id model num_prompt_tokens max_tokens keep_alive_s digest is_batch adapter prefixes"
+        "now_s request_id model num_prompt_tokens max_tokens keep_alive_s digest is_batch adapter prefixes "
+        "key"
     ),
     "RequestCancelled": "now_s request_id",
     "RequestFinished": "now_s request_id num_output_tokens how prompt",
@@ -325,7 +326,7 @@ FORMAT = {
     "WantedAdapter": "adapter num_bytes",
     "WhileLoading": "gather_s min_gain_s",
     "Why": "demand dropped evicted free_room loading resident restored staged switched turns waited",
-    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node gpu runs_stages",
+    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node gpu runs_stages device_share",
     "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
     "WorkersExpected": "now_s node num_workers",
     "Link": "bytes_per_s latency_s",
@@ -427,6 +428,7 @@ def test_what_was_recorded_is_on_disk_when_the_journal_is_closed(tmp_path: Path)
                 "is_batch": False,
                 "adapter": None,
                 "prefixes": [],
+                "key": None,
             },
         ],
         "actions": [],
