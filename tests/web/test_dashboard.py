@@ -236,7 +236,7 @@ def test_with_keys_the_page_asks_for_one_and_shows_what_it_may_see(
     new_page: NewPage, service: Service
 ) -> None:
     path = service.data_dir / "keys.json"
-    admin, user = keys.add(path, "root", "admin"), keys.add(path, "ann", "user")
+    admin, user = keys.add(path, "root", "admin").key, keys.add(path, "ann", "user").key
     page = new_page()
     page.goto("/")
     page.get_by_label("API key").fill("wrong")
@@ -274,7 +274,7 @@ def test_with_keys_the_page_asks_for_one_and_shows_what_it_may_see(
 
 def test_a_page_whose_key_is_removed_asks_for_another(new_page: NewPage, service: Service) -> None:
     path = service.data_dir / "keys.json"
-    key = keys.add(path, "eve", "monitor")
+    key = keys.add(path, "eve", "monitor").key
     page = new_page()
     page.goto("/")
     page.get_by_label("API key").fill(key)

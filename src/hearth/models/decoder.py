@@ -76,6 +76,9 @@ class Decoder:
         if workspace is None:
             return
         self._workspace = workspace
+        scale = self.arch.embed_scale
+        rounded = torch.tensor(scale, dtype=workspace.residual.dtype, device="cpu").item()
+        self._embed_scale = rounded if self.arch.rounds_embed_scale else scale
         self.wide_logits = workspace.logits  #: memory for float32 logits
         #: The rows of logits that `tail` writes; a step uses the first ones.
         self.logits = workspace.head_out if len(workspace.head_out) else workspace.logits
@@ -124,8 +127,8 @@ class Decoder:
             quantized_rows(weights.embed, weights.embed_scale, step.tokens, out=embedded)
         if weights.embed_in is not None:
             self._linear(embedded, weights.embed_in, hidden)
-        if self.arch.embed_scale != 1.0:
-            hidden.mul_(self.arch.embed_scale)
+        if self._embed_scale != 1.0:
+            hidden.mul_(self._embed_scale)
         if weights.positions is not None and self.arch.position_offset is not None:
             table = weights.positions[self.arch.position_offset :]
             hidden.add_(torch.index_select(table, 0, step.rows.positions, out=ws.normed))

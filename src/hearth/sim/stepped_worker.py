@@ -15,11 +15,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from hearth.core.sizes import StepLimits
 from hearth.core.types import Hold, ModelId, RequestId, WorkerId, model_of
-from hearth.policy.batch.kv_pressure import KvPressure
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
 from hearth.policy.fleet.events import (
     CancelRun,
@@ -399,6 +399,7 @@ class SteppedWorker:
         for model, calls in calls_by_model.items():
             self.reclaimer.skip(model, [call.seconds for call in calls], calls[-1].flight_end_s)
             self._send(model, [call.end_s for call in calls], calls[-1].request_ids)
+            self._report_pressure(model)
 
     def _note_step(self, end_s: float, step_s: float) -> None:
         self._device_free_s = end_s
@@ -420,18 +421,10 @@ class SteppedWorker:
         return num_preempted > 0
 
     def _report_pressure(self, model: ModelId) -> None:
-        hosted, now_s = self.hosted[model], self._now_s
-        engine, has_work = hosted.engine, hosted.engine.has_work
-        if not hosted.watch.is_due(now_s, has_work=has_work):
-            return
-        batcher, num_ahead = engine.batcher, hosted.watch.tokens_ahead(engine.batcher.num_steps, now_s)
-        num_blocks = batcher.kv.expected_blocks(num_ahead) if has_work else 0
-        block_tokens = batcher.blocks.block_tokens
-        room_tokens = self.reclaimer.room_blocks(model) * block_tokens
-        pressure = KvPressure(num_blocks * block_tokens, room_tokens)
-        if hosted.watch.is_edge(pressure):
+        hosted, room_blocks = self.hosted[model], partial(self.reclaimer.room_blocks, model)
+        if (pressure := hosted.watch.look(hosted.engine.batcher, room_blocks, self._now_s)) is not None:
             tokens = pressure.demand_tokens, pressure.room_tokens
-            self._facts.append(PressureReported(now_s, self.name, model, *tokens))
+            self._facts.append(PressureReported(self._now_s, self.name, model, *tokens))
 
     def _busy(self) -> list[BusyModel]:
         return [

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from hearth.core.messages import ModelPressure
 from hearth.core.types import Hold, ModelId
-from hearth.policy.batch.kv_pressure import KvPressure, PressureWatch
+from hearth.policy.batch.kv_pressure import PressureWatch
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import ServedModel
 
@@ -24,21 +25,13 @@ class PressureReports:
         hosted = self._models.hosted.get(model)
         if hosted is None or hosted.later_stage is not None or (served := hosted.served) is None:
             return None
-        key, now_s, has_work = (model, hosted.order.hosting), time.monotonic(), served.engine.has_work
-        watch = self._watches.get(key)
-        if watch is None:
+        key = model, hosted.order.hosting
+        if (watch := self._watches.get(key)) is None:
             self._forget_gone()
             watch = self._watches[key] = PressureWatch()
-        if not watch.is_due(now_s, has_work=has_work):
-            return None
-        batcher = served.engine.batcher
-        num_ahead = watch.tokens_ahead(batcher.num_steps, now_s)
-        num_blocks = batcher.kv.expected_blocks(num_ahead) if has_work else 0
-        block_tokens = batcher.blocks.block_tokens
-        pressure = KvPressure(num_blocks * block_tokens, self._room_blocks(model, served) * block_tokens)
-        if not watch.is_edge(pressure):
-            return None
-        return ModelPressure(*key, pressure.demand_tokens, pressure.room_tokens)
+        room_blocks = partial(self._room_blocks, model, served)
+        pressure = watch.look(served.engine.batcher, room_blocks, time.monotonic())
+        return None if pressure is None else ModelPressure(*key, pressure.demand_tokens, pressure.room_tokens)
 
     def idle(self) -> Iterator[ModelPressure]:
         """Yield the reports of models whose requests have all left without a further step."""

@@ -141,7 +141,7 @@ def test_who_reads_too_slowly_is_dropped_and_counted(data_dir: DataDir, deployed
 
 def test_the_stream_of_a_removed_key_ends(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
-        key = keys.add(data_dir.keys_path, "ann", "user")
+        key = keys.add(data_dir.keys_path, "ann", "user").key
         caller = rig.gateway.keys.check(key)
         assert caller is not None
         watcher = Watcher(rig, caller)

@@ -48,11 +48,25 @@ def test_the_last_report_is_never_far_from_the_truth(demands: list[int]) -> None
 def test_the_pace_of_steps_tells_how_many_tokens_come() -> None:
     watch = PressureWatch()
     assert watch.is_due(10.0, has_work=True)
-    assert watch.tokens_ahead(5, 10.0) == 0, "nothing is known yet"
+    assert watch.tokens_ahead(5, 1, 10.0) == 0, "nothing is known yet"
     assert not watch.is_due(10.1, has_work=True)
-    assert watch.is_due(10.1, has_work=False)
     assert watch.is_due(10.5, has_work=True)
-    assert watch.tokens_ahead(30, 10.5) == 50
+    assert watch.tokens_ahead(30, 1, 10.5) == 50
+    assert watch.tokens_ahead(80, 2, 11.0) == 50, "a request is in every other step of a pipeline"
+
+
+def test_a_model_that_has_reported_no_demand_and_has_no_work_is_not_looked_at() -> None:
+    watch, looked = PressureWatch(), list[float]()
+
+    def look(batcher: Batcher, now_s: float) -> KvPressure | None:
+        return watch.look(batcher, lambda: looked.append(now_s) or 8, now_s)
+
+    idle, busy = batcher_with(num_blocks=8), batcher_with(32, num_blocks=8)
+    assert look(idle, 1.0) is None
+    assert look(busy, 2.0) == KvPressure(32, 128)
+    assert look(idle, 3.0) == KvPressure(0, 128)
+    assert look(idle, 4.0) is None
+    assert looked == [2.0, 3.0]
 
 
 def batcher_with(*prompts: int, num_blocks: int, max_seqs: int = 4) -> Batcher:

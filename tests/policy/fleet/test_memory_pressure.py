@@ -73,6 +73,21 @@ def test_no_second_one_is_loaded_beside_the_first() -> None:
     assert of(LoadModel, press(desk, "w1", 30))
 
 
+def test_one_overcommitted_replica_does_not_have_its_model_loaded_everywhere() -> None:
+    desk = Desk()
+    desk.deploy(profile("m"))
+    for number in range(4):
+        desk.join(f"w{number}")
+    desk.ask("r1", "m")
+    desk.ready("m", "w0")
+    assert of(LoadModel, press(desk, "w0", 400))
+    desk.ready("m", "w1")
+    assert not press(desk, "w0", 500), "the new one has not reported"
+    assert not press(desk, "w1", 10), "it has room for new requests"
+    assert not press(desk, "w0", 600)
+    assert len(of(LoadModel, press(desk, "w1", 40))) == 1
+
+
 def test_a_report_of_a_model_that_has_left_is_ignored() -> None:
     desk = Desk()
     desk.join("w0")

@@ -9,7 +9,10 @@ room since the last report.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from hearth.policy.batch.batcher import Batcher
 
 #: How far ahead the demand is extrapolated.
 AHEAD_S = 1.0
@@ -41,16 +44,32 @@ class PressureWatch:
     def has_reported_demand(self) -> bool:
         return bool(self._reported)
 
-    def is_due(self, now_s: float, *, has_work: bool) -> bool:
-        return not has_work or self._looked_s is None or now_s >= self._looked_s + INTERVAL_S
+    def look(self, batcher: Batcher, room_blocks: Callable[[], int], now_s: float) -> KvPressure | None:
+        """Return what to report of a model now, which is then assumed to be sent; None: nothing."""
+        has_work = batcher.has_work
+        if not self.is_due(now_s, has_work=has_work):
+            return None
+        num_ahead = self.tokens_ahead(batcher.num_steps, batcher.num_flights or 1, now_s)
+        num_blocks = batcher.kv.expected_blocks(num_ahead) if has_work else 0
+        block_tokens = batcher.blocks.block_tokens
+        pressure = KvPressure(num_blocks * block_tokens, room_blocks() * block_tokens)
+        return pressure if self.is_edge(pressure) else None
 
-    def tokens_ahead(self, num_steps: int, now_s: float) -> int:
-        """Return how many tokens a request will make in `AHEAD_S`, given how many steps there were so far."""
+    def is_due(self, now_s: float, *, has_work: bool) -> bool:
+        if not has_work:
+            return self.has_reported_demand
+        return self._looked_s is None or now_s >= self._looked_s + INTERVAL_S
+
+    def tokens_ahead(self, num_steps: int, num_flights: int, now_s: float) -> int:
+        """Return how many tokens a request will make in `AHEAD_S`, given how many steps there were so far.
+
+        A request is in one of `num_flights` steps.
+        """
         before_s, before = self._looked_s, self._num_steps
         self._looked_s, self._num_steps = now_s, num_steps
         if before_s is None or now_s <= before_s:
             return 0
-        return round((num_steps - before) * AHEAD_S / (now_s - before_s))
+        return round((num_steps - before) * AHEAD_S / (now_s - before_s) / num_flights)
 
     def is_edge(self, pressure: KvPressure) -> bool:
         """True if a report is due, which is then assumed to be sent."""

@@ -34,12 +34,13 @@ def record_pressure(fleet: Fleet, event: PressureReported) -> list[Action]:
 
 
 def is_short(model: Model) -> bool:
-    """True if the replicas of a model together need more KV than they can have.
+    """True if the replicas of a model together need more KV than they can have, and none has much to spare.
 
-    One that has not reported yet is loading, or has had no request.
+    One that has not reported yet is loading, or has had no request: new requests go there. So they do to one
+    that is half empty, and no further replica would take those that run.
     """
     replicas = model.usable.values()
-    if not all(one.room_tokens for one in replicas):
+    if not all(one.room_tokens and 2 * one.demand_tokens > one.room_tokens for one in replicas):
         return False
     return sum(one.demand_tokens for one in replicas) > sum(one.room_tokens for one in replicas)
 
