@@ -160,7 +160,7 @@ def four_bit_widened_triton(
 def dequantize_triton(weight: FourBitWeight, begin: int, *, out: torch.Tensor, block_n: int = 32) -> None:
     """Write the weight's rows from `begin` on to `out` [rows, k]."""
     rows, k = out.shape
-    group = _Groups.of(weight, k)
+    group = _ScaleGroups.of(weight, k)
     launch(
         _dequantize_kernel,
         (cdiv(rows, block_n), num_chunks(k)),
@@ -230,7 +230,7 @@ def _values(words, plane: tl.constexpr, minimum, codebook):
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _ScaleGroups:
     """How scales are found: group `chunk // chunks * (8 // planes) + plane // planes`."""
 
     count: int
@@ -238,20 +238,20 @@ class _Groups:
     chunks: int  #: in a group that is larger
 
     @staticmethod
-    def of(weight: FourBitWeight, k: int) -> _Groups:
+    def of(weight: FourBitWeight, k: int) -> _ScaleGroups:
         count = weight.scale.shape[0]
         size = k // count
         if count > 1 and size < CHUNK:
-            return _Groups(count, size // WORDS, 1)
-        return _Groups(count, _PLANES, num_chunks(size))
+            return _ScaleGroups(count, size // WORDS, 1)
+        return _ScaleGroups(count, _PLANES, num_chunks(size))
 
 
 #: Tiles by their largest number of rows; the last serves all larger ones. BLOCK_K is one chunk.
 TILES = {
-    8: Tile(8, 64, CHUNK, num_warps=4, num_stages=5, per_processor=4),
-    16: Tile(16, 64, CHUNK, num_warps=4, num_stages=5, per_processor=4),
+    8: Tile(8, 64, CHUNK, num_warps=2, num_stages=4, per_processor=4),
+    16: Tile(16, 64, CHUNK, num_warps=2, num_stages=4, per_processor=4),
     32: Tile(32, 64, CHUNK, num_warps=4, num_stages=4, per_processor=3),
-    1 << 31: Tile(64, 64, CHUNK, num_warps=4, num_stages=4, per_processor=2),
+    1 << 31: Tile(64, 64, CHUNK, num_warps=4, num_stages=3, per_processor=2),
 }
 
 #: The tile for float32, which tensor cores would round.
@@ -281,7 +281,7 @@ def four_bit_tiled_triton(
     if scratch is not None and not scratch.num_programs(tile):
         scratch = None
     num_tiles = cdiv(rows, tile.block_m) * cdiv(n, tile.block_n)
-    group = _Groups.of(weight, k)
+    group = _ScaleGroups.of(weight, k)
     # The interpreter knows no assembly.
     by_pairs = x.dtype in _MAGIC and weight.codebook is None and not x.is_cpu and capability() >= 80
     launch(
