@@ -140,7 +140,7 @@ def test_a_chat_shows_its_answer_and_its_own_start(new_page: NewPage, service: S
     service.unload("beta", free=True)
     page = new_page(permissions=["clipboard-read", "clipboard-write"])
     with watching(page, "chat/beta"):
-        page.get_by_label("Most tokens").fill("5")
+        page.get_by_label("Max tokens").fill("5")
         page.get_by_label("Temperature").fill("0")
         page.get_by_role("textbox", name="Message", exact=True).fill("<b>Hi</b> it's me")
         page.keyboard.press("Enter")
@@ -149,7 +149,7 @@ def test_a_chat_shows_its_answer_and_its_own_start(new_page: NewPage, service: S
         expect(journey.locator("summary")).to_contain_text(re.compile("first token after .*cold"))
         expect(journey.locator("summary")).to_contain_text("5 tokens")
         expect(journey.locator(".what", has_text="load")).to_have_count(1)
-        expect(page.get_by_text("cut off: it has reached the most tokens")).to_be_visible()
+        expect(page.get_by_text("stopped at the limit of tokens")).to_be_visible()
 
         page.get_by_role("button", name="Copy as curl").click()
         expect(page.get_by_text("Copied.")).to_be_visible()
