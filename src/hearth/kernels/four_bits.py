@@ -423,7 +423,7 @@ def _tiled_kernel(
 
 @triton.jit
 def _scales(scale, sources, chunk, n, num_groups, chunks_per_group, PLANES: tl.constexpr):
-    """Those of a chunk, in float32; beyond the last chunk, any."""
+    """Load the scales of a chunk as float32; beyond the last chunk, any."""
     first = chunk // chunks_per_group * (8 // PLANES)
     s0 = _scale(scale, sources, first, n, num_groups)
     s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
