@@ -20,6 +20,7 @@ from hearth.policy.fleet.events import BrainConfig, RequestArrived, WorkerJoined
 from hearth.policy.fleet.gpu_time import GpuTime
 from hearth.policy.fleet.holds import Expiries, HoldNotices
 from hearth.policy.fleet.prewarm_budget import PrewarmBudget
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.ranking import Ranking
 from hearth.policy.fleet.records import Drain, Model, Replacement, Replica, Request, Worker
@@ -79,8 +80,17 @@ class Fleet:
 
     @property
     def is_complete(self) -> bool:
-        """False while a worker starts or is being replaced, or a node that is drained may be had back."""
-        return 0 < sum(self.most_by_node.values()) == len(self.workers) and not self.draining
+        """False while a worker starts or is being replaced."""
+        return 0 < sum(self.most_by_node.values()) == len(self.workers)
+
+    def drained_workers(self) -> Iterator[Worker]:
+        """Return the workers of drained nodes, which may be had back."""
+        return (one for one in self.workers.values() if one.is_draining) if self.draining else iter(())
+
+    def may_return(self, profile: ModelProfile) -> bool:
+        """True if a drained worker could hold a model or a stage of it."""
+        needs = ((one, self.capacity.smallest_bytes(profile, one.kind)) for one in self.drained_workers())
+        return any(num_bytes <= worker.promises.budget_bytes for worker, num_bytes in needs)
 
     def advance(self, now_s: float) -> None:
         """Begin a step. Time never goes back; warm replicas expire."""
