@@ -30,7 +30,7 @@ from hearth.cli.console import (
     print_columns,
     warn,
 )
-from hearth.cli.convert import Quant
+from hearth.cli.convert import QUANT_HELP, Quant
 from hearth.cli.endpoint import reached, running
 from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
@@ -57,7 +57,7 @@ def deploy(
         Dtype,
         typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: float32 on a CPU, else as in SOURCE."),
     ] = Dtype.AUTO,
-    quant: Annotated[Quant, typer.Option(help="Quantise linear layers to 8 bits.")] = Quant.NONE,
+    quant: Annotated[Quant, typer.Option(help=QUANT_HELP)] = Quant.AUTO,
     base: Annotated[
         str | None,
         typer.Option(

@@ -40,7 +40,7 @@ from hearth.core.model_files import (
 from hearth.core.types import ChunkId, Digest
 from hearth.models.arch import MAX_LAYERS, Arch, Llama3Scaling, LongRope, Rope, YarnScaling
 from hearth.models.config_fields import MAX_INTEGER, MAX_NUMBER, MIN_NUMBER
-from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec, layout_of
+from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec, layout_of, num_parameters
 from hearth.store.format.dataclass_json import decode
 
 MANIFEST = "manifest.json"
@@ -136,7 +136,7 @@ class StoredManifest(ABC):
 @dataclass(frozen=True)
 class Manifest(StoredManifest):
     arch: Arch
-    quant: str  #: one of models.layout.QUANTS
+    quant: str  #: a plan of models/formats.py
     tensors: tuple[TensorSpec, ...]
     layers: tuple[ByteRange, ...]
 
@@ -171,6 +171,10 @@ class Manifest(StoredManifest):
     @property
     def first_layer(self) -> ByteRange:
         return self.layers[0]
+
+    @property
+    def num_parameters(self) -> int:
+        return num_parameters(self.arch)
 
     def tensors_in(self, chunk: int) -> list[str]:
         part = self.chunk_range(chunk)
