@@ -13,7 +13,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-CODE := src tests bench scripts/tables scripts/reference scripts/first_ten_minutes
+CODE := src tests bench scripts/tables scripts/reference scripts/first_ten_minutes scripts/screenshots scripts/vendor
 # The GPU machine installs nothing: its own Python, the sources, and what scripts/carry unpacked.
 ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
@@ -29,7 +29,7 @@ TESTERS ?= 3
 TYPES := .mypy_cache/said
 BENCHES := engine traffic arrivals shapes eight_bit kernels start lora lora_swap lora_serving load chunks service_gpu \
            reuse elastic profile turns coldstart pipelines_gpu
-CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile cluster pipelines
+CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile cluster pipelines dashboard
 # The folder's other entries, beside its own (`python -m bench.load`): a benchmark is named as its result is.
 MODULE_engine_cpu := engine.cpu
 MODULE_traffic := engine --parts traffic
@@ -47,7 +47,7 @@ MODULE_elastic_cpu := elastic.cpu
 module = bench.$(or $(MODULE_$(1)),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-web check style types arrows format soak chaos journals test-gpu bench-gpu bench-cpu clean
+.PHONY: help demo test test-fast test-web check style types arrows format soak chaos journals test-gpu bench-gpu bench-cpu screenshots clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -125,6 +125,9 @@ bench-cpu: $(READY) ## one benchmark on this CPU: WHAT=engine_cpu (the default),
 	@test -n "$(filter $(CPU_BENCHES),$(or $(WHAT),engine_cpu))" || \
 	  { echo "bench-cpu takes WHAT, one of: $(CPU_BENCHES); given: $(WHAT)" >&2; exit 2; }
 	$(BIN)/python -m $(call module,$(or $(WHAT),engine_cpu)) $(if $(SAVE),--save)
+
+screenshots: $(READY) ## the pictures of the dashboard in docs/images: needs Debian's package chromium; 8 minutes
+	$(BIN)/python scripts/screenshots
 
 clean: ## remove .venv, .carry, caches and build outputs
 	rm -rf .venv .carry .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

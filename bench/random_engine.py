@@ -83,6 +83,10 @@ def _fill(stored: torch.Tensor, spec: TensorSpec, generator: torch.Generator) ->
         tensor.fill_(1.0)
     elif spec.name.endswith(".scale"):
         tensor.fill_(_SPREAD / _STORED_SPREAD)
+    elif spec.name.endswith(".min"):
+        tensor.fill_(-8 * _SPREAD / _STORED_SPREAD)
+    elif spec.dtype == "int32":  # words of codes
+        tensor.random_(-(2**31), 2**31 - 1, generator=generator)
     elif tensor.itemsize == 1:  # torch draws no such numbers
         wide = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
         tensor.copy_(wide.normal_(std=_STORED_SPREAD, generator=generator).clamp_(-127, 127))

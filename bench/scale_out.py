@@ -140,7 +140,7 @@ class Run:
         if self.system == CLAIRVOYANT:
             real = _machine(is_ideal=False)
             load_s = real.shape(self.workload.shape).weights_bytes / real.bytes_per_s[Rung.HOST]
-            service.gpu_s += sum(min(gap_s, load_s) for gap_s in service.held.gaps_s)
+            service.gpu_s += sum(min(gap_s, load_s) for gap_s in service.fleet.gpu_time.gaps_s)
         return report_of(service)
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,9 +20,13 @@ from hearth import (
     RequestOutputKind,
     SamplingParams,
 )
+from hearth import llm as llm_module
 from hearth.core.config import EngineConfig
 from hearth.core.errors import BadPrompt, EngineFailed, UnknownModel
 from hearth.core.types import FinishReason
+from hearth.engine.engine import StepOutputs
+from hearth.outputs import logprobs_by_token
+from hearth.policy.batch.plan import RequestFailed
 from tests.completions import completions
 from tests.engine.harness import prompts_for
 from tests.models.zoo import build
@@ -87,6 +92,35 @@ def test_deltas_add_up_to_the_answer(llm: LLM, engine: AsyncLLM) -> None:
     assert [named for one in deltas for named in one.logprobs or ()] == wanted.logprobs
     assert deltas[-1].cumulative_logprob == wanted.cumulative_logprob
     assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
+def test_a_wake_without_a_message_is_no_output(
+    engine: AsyncLLM, kind: RequestOutputKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal of a step may come after its message was read with that of the step before."""
+    received, wakes = llm_module._AwaitedOutbox.received, iter([True])
+
+    async def woken(outbox: llm_module._AwaitedOutbox) -> list[StepOutputs | RequestFailed]:
+        return [] if next(wakes, False) else await received(outbox)
+
+    monkeypatch.setattr(llm_module._AwaitedOutbox, "received", woken)
+    (told,) = asyncio.run(asked_together(engine, ["warm"], replace(TEN, output_kind=kind)))
+
+    assert {len(output.outputs) for output in told} == {1}
+    assert not next(wakes, False)
+
+
+def test_logprobs_of_a_prompt_are_named_once(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = Mock(wraps=logprobs_by_token)
+    monkeypatch.setattr(llm_module, "logprobs_by_token", named)
+    params = replace(TEN, logprobs=None, prompt_logprobs=1)
+
+    (told,) = asyncio.run(asked_together(engine, ["warm"], params))
+
+    assert len(told[0].prompt_token_ids) > 1
+    assert named.call_count == len(told[0].prompt_token_ids) - 1
+    assert all(output.prompt_logprobs == told[-1].prompt_logprobs for output in told)
 
 
 def test_a_final_output_comes_alone_and_has_all_answers(llm: LLM, engine: AsyncLLM) -> None:
@@ -162,6 +196,29 @@ def test_an_id_that_is_in_use_is_refused(engine: AsyncLLM) -> None:
         await outputs.aclose()
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_an_aborted_final_output_has_the_text_of_all_its_tokens(
+    engine: AsyncLLM, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = replace(TEN, n=3, max_tokens=None, stop=stop, output_kind=RequestOutputKind.FINAL_ONLY)
+    received = llm_module._AwaitedOutbox.received
+
+    async def aborted(outbox: llm_module._AwaitedOutbox) -> list[StepOutputs | RequestFailed]:
+        messages = await received(outbox)
+        if messages:
+            await engine.abort("q0")
+        return messages
+
+    monkeypatch.setattr(llm_module._AwaitedOutbox, "received", aborted)
+    ((output,),) = asyncio.run(asked_together(engine, ["warm"], several))
+
+    for answer in output.outputs:
+        assert answer.finish_reason is FinishReason.CANCELLED
+        assert answer.token_ids
+        whole = engine._llm.get_tokenizer().decode([*output.prompt_token_ids, *answer.token_ids])
+        assert "warm" + answer.text == whole
 
 
 def test_a_bad_prompt_is_refused_and_its_id_is_free(engine: AsyncLLM) -> None:

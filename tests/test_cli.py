@@ -205,6 +205,29 @@ def test_help_answers_h_fills_its_lines_and_gives_flags_no_type(
             assert "hearth " not in line or "`hearth" in line, f"an example too long for a line: {line}"
 
 
+def test_no_help_loses_words_to_markup() -> None:
+    """Rich hides what it takes for the name of a style."""
+    found = [
+        re.findall(r"\[/?(?!bold\])[a-z][^\]]*\]", text) for text in _help_texts(command_of(whole_app()))
+    ]
+    assert len(found) > 50
+    assert not any(found), found
+
+
+def _help_texts(command: TyperCommand | TyperGroup) -> Iterator[str]:
+    yield command.help or ""
+    yield from (getattr(parameter, "help", None) or "" for parameter in command.params)
+    for child in command.commands.values() if isinstance(command, TyperGroup) else ():
+        assert isinstance(child, TyperCommand | TyperGroup)
+        yield from _help_texts(child)
+
+
+def test_the_help_lists_the_usual_commands_of_a_panel_first(hearth: Hearth) -> None:
+    listed = re.findall(r"^[│|] ([a-z]+) ", hearth("--help").out, re.MULTILINE)
+    assert listed[:3] == ["run", "demo", "deploy"]
+    assert listed.index("serve") < listed.index("ps") < listed.index("explain") < listed.index("join")
+
+
 def test_the_demo_is_listed(hearth: Hearth) -> None:
     assert re.search(r"^[│|] demo +Deploy a small model", hearth("--help").out, re.MULTILINE)
 
@@ -343,7 +366,7 @@ def test_config_prints_what_applies(hearth: Hearth) -> None:
 def test_config_json_holds_every_section(hearth: Hearth) -> None:
     sections = json.loads(hearth("config", "--json").out)
     assert sections["engine"]["max_seqs"] == EngineConfig().max_seqs
-    assert sections["log"] == {"level": "info"}
+    assert sections["log"] == {"level": "info", "format": "text"}
 
 
 def test_doctor_json_names_versions_devices_and_kernels(hearth: Hearth) -> None:

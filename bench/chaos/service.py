@@ -78,7 +78,7 @@ class Keys:
 
     @staticmethod
     def make(data_dir: DataDir) -> Keys:
-        return Keys(*(keys.add(data_dir.keys_path, name, "user") for name in ("honest", "hostile")))
+        return Keys(*(keys.add(data_dir.keys_path, name, "user").key for name in ("honest", "hostile")))
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ python -m bench.engine [--save] [--parts PART ...] [--shapes NAME ...] [--arms A
                 served; long prompts beside requests that run
     shapes      other sizes beside their own bounds: 0.5B, 1B, 70B (4 layers), 256k (words), falcon (71 heads)
     eight_bit   Llama-3-8B in int8 and fp8 (8B-int8, 8B-fp8)
+    four_bit    Llama-3-8B in bfloat16 and int4 (8B, 8B-int4)
 
 Each answer is printed as a line of JSON as soon as it is there, and one that fails costs no other. With
 `--save` each part has a result of its own, which is written anew with every answer; what is not asked stays

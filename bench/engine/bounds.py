@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 
 from bench.shape import Shape
-from hearth.models.layout import LINEARS
+from hearth.models.formats import LINEARS
+from hearth.models.layout import canonical_shapes
 
 BYTES_PER_S = 4.2e12
 FLOPS_PER_S = 660e12
@@ -44,11 +45,9 @@ def _read_bytes(shape: Shape) -> int:
 
 def _layer_parameters(shape: Shape) -> int:
     return sum(
-        math.prod(spec.shape)
-        for spec in shape.layout.tensors
-        if spec.name.startswith("layers.")
-        and spec.name.endswith(".weight")
-        and spec.name.split(".")[-2] in LINEARS
+        math.prod(size)
+        for name, size in canonical_shapes(shape.arch)
+        if name.startswith("layers.") and name.endswith(".weight") and name.split(".")[-2] in LINEARS
     )
 
 

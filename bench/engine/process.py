@@ -35,6 +35,7 @@ PARTS: Mapping[str, Callable[[Rig], Mapping[str, Arm]]] = {
     "arrivals": arrivals.arms,
     "shapes": shapes.arms,
     "eight_bit": shapes.arms,
+    "four_bit": shapes.arms,
 }
 
 

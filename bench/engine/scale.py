@@ -167,6 +167,10 @@ GPU = Scale(
             replace(LLAMA_3_8B, name="8B-int8", model="Llama-3.1-8B in int8", quant="int8"),
             replace(LLAMA_3_8B, name="8B-fp8", model="Llama-3.1-8B in fp8", quant="fp8"),
         ),
+        "four_bit": (
+            LLAMA_3_8B,
+            replace(LLAMA_3_8B, name="8B-int4", model="Llama-3.1-8B in int4", quant="int4"),
+        ),
     },
     engine=EngineConfig(memory_fraction=0.8),
     traffic={
@@ -191,6 +195,7 @@ TINY = Scale(
         "arrivals": (_TINY_SHAPE,),
         "shapes": (_WIDE_SHAPE,),
         "eight_bit": (replace(_TINY_SHAPE, name="tiny-int8", quant="int8"),),
+        "four_bit": (replace(_TINY_SHAPE, name="tiny-int4", quant="int4"),),
     },
     engine=EngineConfig(max_batch_tokens=64, max_seqs=4, block_tokens=4, kv_bytes=1 << 20),
     traffic={

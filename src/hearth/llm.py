@@ -425,11 +425,13 @@ class AsyncLLM:
                     grown = _taken(answers, await outbox.received(), loop)
                     if outbox.is_aborted:
                         grown |= _cancelled(answers, loop)
-                    indexes = [at for at, one in enumerate(answers) if one in grown]
+                    begins = {at: before[at] for at, one in enumerate(answers) if one in grown}
+                    if not begins:
+                        continue  # woken without a message, or by a step after a stop string
                     if kind is RequestOutputKind.DELTA:
-                        yield question.output(request_id, {at: before[at] for at in indexes})
+                        yield question.output(request_id, begins)
                     elif kind is RequestOutputKind.CUMULATIVE:
-                        yield question.output(request_id, dict.fromkeys(indexes, 0))
+                        yield question.output(request_id, dict.fromkeys(begins, 0))
             if kind is RequestOutputKind.FINAL_ONLY:
                 yield question.output(request_id)
         finally:
@@ -513,7 +515,7 @@ def _cancelled(answers: Mapping[RequestId, _ReceivedAnswer], loop: StepLoop) -> 
     """Cancel the requests that have not ended, and return them."""
     live = {one for one, answer in answers.items() if answer.finish_reason is None}
     for request_id in live:
-        answers[request_id].finish_reason = FinishReason.CANCELLED
+        answers[request_id].cancel()
         loop.cancel(request_id)
     return live
 
@@ -537,6 +539,9 @@ class _ReceivedAnswer:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None  #: that ended it
     reading: PromptReading | None = None
+    named_prompt: list[dict[int, Logprob] | None] | None = (
+        None  #: its logprobs; None: not asked for, or not yet
+    )
 
     def open_transcript(self) -> Transcript | None:
         """Return the transcript. Opening it reads the end of the prompt, which the text continues."""
@@ -560,7 +565,7 @@ class _ReceivedAnswer:
         return Delta(text, (output.token,), self.finish_reason, logprobs or None)
 
     def note(self, outputs: StepOutputs, row: int) -> None:
-        if self.request.is_streamed or self.request.sampling.stop or self._has_no_tokens:
+        if self._is_read_by_token:
             self.take(outputs[row])
             return
         self.reading = self.reading or outputs.readings.get(outputs.request_ids[row])
@@ -571,11 +576,23 @@ class _ReceivedAnswer:
         if self.finish_reason is not None or len(self.token_ids) >= self.read_at:
             self._read()
 
+    def cancel(self) -> None:
+        """End the answer with the tokens it has, and all their text."""
+        self.finish_reason = FinishReason.CANCELLED
+        if not self._is_read_by_token and self.token_ids:
+            self._read()
+        elif self.transcript is not None:
+            self.texts.append(self.transcript.flush())
+
     def _read(self) -> None:
         if (transcript := self.open_transcript()) is not None:
             self.texts.append(transcript.push_all(self.token_ids[self.num_read :], self.finish_reason))
         self.num_read = len(self.token_ids)
         self.read_at = self.num_read + _TEXT_TOKENS
+
+    @property
+    def _is_read_by_token(self) -> bool:
+        return self.request.is_streamed or bool(self.request.sampling.stop) or self._has_no_tokens
 
     @property
     def _has_no_tokens(self) -> bool:
@@ -603,13 +620,13 @@ class _ReceivedAnswer:
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        if self.reading is None or self.reading.logprobs is None:
-            return None
-        each = zip(self.request.prompt[1:], self.reading.logprobs, strict=True)
-        return [
-            None,
-            *(logprobs_by_token(one, own.logprob, own.rank, own.top, self._decode) for one, own in each),
-        ]
+        if self.named_prompt is None and self.reading is not None and self.reading.logprobs is not None:
+            each = zip(self.request.prompt[1:], self.reading.logprobs, strict=True)
+            named = (
+                logprobs_by_token(one, own.logprob, own.rank, own.top, self._decode) for one, own in each
+            )
+            self.named_prompt = [None, *named]
+        return self.named_prompt
 
     def _decode(self, token: int) -> str | None:
         if self.tokenizer is None:

@@ -32,7 +32,7 @@ from hearth.models.arch import Arch
 from hearth.models.buffers import name_of
 from hearth.models.dtypes import DTYPES
 from hearth.models.layout import Layout, layout_of
-from hearth.models.pack import checkpoint_dtype, pack
+from hearth.models.pack import checkpoint_dtype, checkpoint_quant, pack
 from hearth.models.weights import bind, contiguous_places
 from hearth.store.format.convert import open_source
 from hearth.store.format.convert_adapter import AdapterBase
@@ -147,8 +147,9 @@ class _PackedModel:
             with open_source(path) as source:
                 text_path = Path(self._text_files.name)
                 self.tokenizer = None if options.skip_tokenizer else _tokenizer_of(source, text_path)
-                self._layout = layout_of(source.arch, _packed_dtype(options.dtype, source, device))
-                dtype = self._layout.tensors[0].dtype
+                dtype = _packed_dtype(options.dtype, source, device)
+                self._quant = checkpoint_quant(source.checkpoint, source.arch)
+                self._layout = layout_of(source.arch, dtype, self._quant)
                 self.spec = _spec_of(source.arch, dtype, options, device, self.tokenizer, text_path)
         except BaseException:
             self.close()
@@ -156,7 +157,7 @@ class _PackedModel:
 
     def build(self) -> Engine:
         spec, layout = self.spec, self._layout
-        kernels = _OfflineKernels(spec, "none", self._kernels, self._device)
+        kernels = _OfflineKernels(spec, self._quant, self._kernels, self._device)
         base = _allocate_weights(layout, self._device)
         with open_source(self._path) as source:
             pack(source.checkpoint, spec.arch, layout, base)

@@ -35,7 +35,7 @@ def test_a_browser_gets_permission_for_an_allowed_page_without_a_key(
     headers = response.headers
     assert (response.status_code, response.content) == (204, b"")
     assert headers["access-control-allow-origin"] == PAGE
-    assert headers["access-control-allow-methods"] == "GET, HEAD, POST, DELETE"
+    assert headers["access-control-allow-methods"] == "GET, HEAD, POST, PATCH, DELETE"
     assert headers["access-control-allow-headers"] == "authorization,content-type,x-stainless-lang"
     assert headers["access-control-max-age"] == "7200"
     assert "access-control-allow-credentials" not in headers

@@ -21,7 +21,7 @@ OWN_PAGE = {"origin": "http://localhost"}
 def keyed(gateway: FakeGateway, tmp_path: Path) -> dict[str, str]:
     """Keys of a service that has some, by role."""
     path = tmp_path / "keys.json"
-    made = {role: keys.add(path, role, role) for role in ("user", "monitor", "admin")}
+    made = {role: keys.add(path, role, role).key for role in ("user", "monitor", "admin")}
     gateway.keys = ApiKeys.load(path)
     return made
 

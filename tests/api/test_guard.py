@@ -133,7 +133,7 @@ def test_the_first_key_closes_an_open_service_at_once_and_the_last_one_opens_non
         ]
 
     assert statuses("anything") == [200, 200, 200]
-    key = keys.add(path, "ada", "user")
+    key = keys.add(path, "ada", "user").key
     assert statuses(key) == [401, 200, 200]
     keys.remove(path, "ada")
     assert statuses(key) == [401, 401, 200]

@@ -34,7 +34,7 @@ class Admin:
 
     def __init__(self, gateway: FakeGateway, path: Path) -> None:
         self.gateway, self.path = gateway, path
-        self.key = keys.add(path, "ops", "admin")
+        self.key = keys.add(path, "ops", "admin").key
         gateway.keys = ApiKeys.load(path)
 
     def __call__(
@@ -92,6 +92,28 @@ def test_limits_change_and_what_is_left_out_stays(admin: Admin) -> None:
     caller = admin.gateway.keys.check(key)
     assert caller is not None
     assert caller.terms == KeyTerms(KeyLimits(120, 1000, 2), None, "batch")
+
+
+@pytest.mark.parametrize(
+    ("change", "method", "path"), [("add", "POST", "/hearth/keys"), ("change", "PATCH", "/hearth/keys/ada")]
+)
+def test_a_change_is_answered_though_another_admin_removes_the_key_behind_it(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch, change: str, method: str, path: str
+) -> None:
+    if method == "PATCH":
+        keys.add(admin.path, "ada", "user")
+    body = {"name": "ada", "concurrent": 3} if method == "POST" else {"concurrent": 3}
+    done = getattr(keys, change)
+
+    def then_removed(*given: object) -> object:
+        changed = done(*given)
+        keys.remove(admin.path, "ada")
+        return changed
+
+    monkeypatch.setattr(keys, change, then_removed)
+    answer = admin(method, path, body)
+
+    assert (answer.status_code, answer.json()["name"], answer.json()["concurrent"]) == (200, "ada", 3)
 
 
 def test_a_removed_key_is_refused_and_none_removes_itself(admin: Admin) -> None:

@@ -29,7 +29,7 @@ class Client:
 
     def __init__(self, gateway: FakeGateway, path: Path, limits: KeyLimits) -> None:
         self.gateway = gateway
-        self.key = keys.add(path, "ada", "user", terms=KeyTerms(limits))
+        self.key = keys.add(path, "ada", "user", terms=KeyTerms(limits)).key
         gateway.keys = ApiKeys(path)
         self.headers = {"authorization": f"Bearer {self.key}"}
 

@@ -105,9 +105,20 @@ def test_exit_ends_before_the_lines_do(talk: Talk, service: FakeService) -> None
 
 def test_help_shows_the_commands_of_a_talk(talk: Talk, service: FakeService) -> None:
     shown = talk("/help", "/?", "/bye")
-    assert " ".join(shown.err.split()).count("/clear starts over") == 3
+    assert " ".join(shown.err.split()).count("/clear start over") == 2
     assert "unknown command" not in shown.err
     assert messages(service) == []
+
+
+def test_a_message_of_several_lines_stands_between_triple_quotes(talk: Talk, service: FakeService) -> None:
+    talk('"""one', "", "  two", 'three"""', '"""four"""', '"""', "five", '"""', "/bye")
+    assert [sent[-1][1] for sent in messages(service)] == ["one\n\n  two\nthree", "four", "five"]
+
+
+def test_a_path_is_a_message_and_no_command(talk: Talk, service: FakeService) -> None:
+    shown = talk("/etc/hosts is what?", "/set parameter seed 1", "/bye")
+    assert messages(service) == [[("user", "/etc/hosts is what?")]]
+    assert "unknown command `/set`" in shown.err
 
 
 def test_an_error_is_told_and_the_talk_goes_on(talk: Talk, service: FakeService) -> None:

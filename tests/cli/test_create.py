@@ -155,11 +155,18 @@ def test_a_directory_beside_the_modelfile_is_a_source(
         ("SYSTEM hi", "needs `FROM`"),
         ("FROM", "an instruction and its value"),
         ("FROM a\nRUN b", "given: RUN"),
+        ("FORM a", "given: FORM"),
     ],
 )
 def test_a_wrong_modelfile_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_modelfile(text)
+
+
+def test_a_missing_modelfile_is_told_how_to_be_named(hearth: Hearth, data_dir: Path) -> None:
+    shown = hearth("create", "pirate", "-f", str(data_dir / "nowhere"))
+    assert (shown.code, shown.err.count("\n")) == (2, 1)
+    assert "No such file or directory; name it with `-f FILE`" in shown.err
 
 
 @pytest.mark.parametrize(

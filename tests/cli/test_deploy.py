@@ -172,6 +172,15 @@ def test_rm_asks_first_and_needs_somebody_to_ask(hearth: Hearth, data_dir: Path)
     assert "--yes" in shown.err
 
 
+@pytest.mark.usefixtures("tiny")
+def test_rm_takes_several_names(hearth: Hearth, data_dir: Path) -> None:
+    hearth("cp", "tiny", "other")
+    assert hearth("rm", "other", "absent").code == 3
+    shown = hearth("rm", "other", "tiny", "--yes")
+    assert (shown.code, shown.out) == (0, "removed other\nremoved tiny\n")
+    assert local_models.names(data_dir) == []
+
+
 @pytest.mark.parametrize("command", [("rm", "absent", "--yes"), ("show", "absent"), ("run", "absent", "hi")])
 def test_an_unknown_name_is_exit_code_3(hearth: Hearth, data_dir: Path, command: tuple[str, ...]) -> None:
     shown = hearth(*command)

@@ -20,6 +20,9 @@ def test_no_command_has_what_is_answered() -> None:
     flags = _flags_of(group)
     assert "--host-memory" in flags
     assert not {*flags, *group.commands} & {*ALIASES, *INSTEAD}
+    for word in INSTEAD:
+        command, _, flag = word.partition(" ")
+        assert not flag or flag not in _flags_of(group.commands[command])
 
 
 def _flags_of(command: object) -> set[str]:
@@ -32,8 +35,8 @@ def _flags_of(command: object) -> set[str]:
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_an_alias_is_the_command_that_it_stands_for(hearth: Hearth, alias: str, name: str) -> None:
     words = () if name.startswith("--") else ("--help",)
-    shown = hearth(alias, *words)
-    assert (shown.code, shown.out) == (0, hearth(name, *words).out)
+    shown = hearth(*alias.split(), *words)
+    assert (shown.code, shown.out) == (0, hearth(*name.split(), *words).out)
 
 
 def test_help_of_a_command_is_its_own(hearth: Hearth) -> None:
@@ -43,8 +46,8 @@ def test_help_of_a_command_is_its_own(hearth: Hearth) -> None:
 
 @pytest.mark.parametrize("word", INSTEAD)
 def test_a_foreign_command_or_flag_is_answered_in_a_line(hearth: Hearth, word: str) -> None:
-    words = ("serve", "m", f"{word}=3") if word.startswith("-") else (word, "something", "--flag")
-    shown = hearth(*words)
+    command, _, flag = (f"serve {word}" if word.startswith("-") else word).partition(" ")
+    shown = hearth(command, "something", f"{flag or '--flag'}=3")
     assert (shown.code, shown.out, shown.err.count("\n")) == (2, "", 1)
     assert shown.err.startswith(f"hearth: there is no `{word}`; ")
 

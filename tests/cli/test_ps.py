@@ -214,6 +214,10 @@ def test_an_unknown_request_is_exit_code_3(hearth: Hearth, recorded: FakeService
     assert (shown.code, shown.err) == (3, "hearth: nothing is known of request `r9`\n")
 
 
+def test_without_an_id_explain_takes_the_last_request(hearth: Hearth, recorded: FakeService) -> None:
+    assert hearth("explain").err == "hearth: nothing is known of request `last`\n"
+
+
 def test_explain_prints_the_waterfall(hearth: Hearth, recorded: FakeService) -> None:
     shown = hearth("explain", "r1").out
     assert shown.startswith("r1  smol  stop\n")
@@ -477,7 +481,7 @@ def test_doctor_names_settings_of_models_that_are_not_deployed(hearth: Hearth, d
     report = json.loads(hearth("doctor", "--json", "--set", "models.nosuch.pinned=true").out)
     (note,) = (note for note in report["notes"] if "nosuch" in note)
     assert note.startswith("the settings in [models.nosuch] are unused")
-    assert note.endswith("deploy one with `hearth deploy SOURCE`")
+    assert note.endswith("by `hearth deploy`")
 
 
 def test_doctor_looks_at_the_disk_of_the_data_directory_too(

@@ -45,6 +45,13 @@ def test_reasoning_is_shown_at_a_terminal_and_is_no_part_of_the_answer(
     assert terminal.file.getvalue() == seen
 
 
+def test_a_prompt_may_be_given_without_quotes(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
+    hearth("run", "smol", "--url", service.url, "Why", "is", "--seed", "1", "the", "sky", "blue?")
+    (body,) = service.bodies("/v1/chat/completions")
+    assert isinstance(body, dict)
+    assert body["messages"] == [{"role": "user", "content": "Why is the sky blue?"}]
+
+
 def test_without_a_prompt_a_pipe_says_it(
     hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

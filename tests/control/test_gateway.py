@@ -661,10 +661,8 @@ def test_a_model_that_a_key_may_not_use_is_as_unknown_as_one_that_is_not_there(
                 await rig.gateway.prompts.tokenizer(name, others)
             with pytest.raises(UnknownModel):
                 await rig.gateway.deployments.show(name, others, look=False)
-        assert (
-            told
-            == ["no model named `NAME`; nothing is deployed yet; deploy one with `hearth deploy SOURCE`"] * 2
-        )
+        none = "nothing is deployed yet; deploy a directory, GGUF file or hf:ORG/NAME by `hearth deploy`"
+        assert told == [f"no model named `NAME`; {none}"] * 2
         assert rig.gateway.deployments.models(others) == []
         assert [view.name for view in rig.gateway.deployments.models(own)] == ["tiny"]
         await rig.submit(ask(), own)

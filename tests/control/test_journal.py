@@ -234,13 +234,14 @@ def test_a_damaged_line_is_named(tmp_path: Path, damaged: str, why: str) -> None
 FORMAT = {
     "BrainConfig": (
         "max_queue patience_s max_drain_s takes_turns max_resumes queue_weight load_weight packing_s "
-        "spread_s scaling while_loading first_token_s priors"
+        "spread_s scaling while_loading first_token_s prewarming priors"
     ),
     "Arrivals": "last_s num_short num_long",
     "CancelRun": "request_id worker",
     "ComputedPrompt": "num_tokens seconds",
     "Demand": "history_by_model",
     "DemandHistory": "last_s mean_interval_s",
+    "DemandForecast": "now_s model step_s mean_per_s high_per_s",
     "DeviceReported": "now_s worker bytes_by_model",
     "Dispatch": "request_id model worker why waited_s options",
     "DropState": "dropped preparing restoring whole",
@@ -251,7 +252,7 @@ FORMAT = {
     "FleetState": (
         "now_s step_number num_added most_by_node next_number timer_s kept_until_s estimates resting "
         "draining kinds workers adapters models replicas drains unplaced refused_pins next_scaling_s used_s "
-        "no_pipeline_until_s gathering replaced"
+        "no_pipeline_until_s gathering replaced prewarm_budget"
     ),
     "Footprint": "fixed_bytes min_kv_bytes max_kv_bytes workspace_bytes tables_bytes sink_bytes max_seqs "
     "keeps_all kv_token_bytes",
@@ -263,7 +264,7 @@ FORMAT = {
     "LoadProgressed": "now_s worker model num_bytes",
     "Model": (
         "name profile named_keep_alive_s is_stopped num_deadly_loads failure residency largest_holders "
-        "resident_bytes drop"
+        "resident_bytes drop forecast forecast_due_s advised host_prewarmed_s"
     ),
     "ModelDeployed": "now_s profile",
     "Member": "worker begin end gpu",
@@ -278,6 +279,10 @@ FORMAT = {
     "cached_tokens",
     "ParameterDrop": "state whole_tokens hold_s relieved_s restored_s blocked_until_s",
     "PartBytes": "layer_bytes first_bytes last_bytes",
+    "Prewarm": "model worker to_host lead_s expected_per_s cost_s is_advice",
+    "PrewarmBudget": "device_s at_s per_s machine_s",
+    "PrewarmHold": "until_s cost_s",
+    "Prewarming": "budget is_advice",
     "PressureReported": "now_s worker model demand_tokens room_tokens",
     "Promise": "own_bytes workspace_bytes standing_bytes",
     "RefusePin": "model worker message",
@@ -289,15 +294,16 @@ FORMAT = {
         "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s has_served "
         "is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin is_pin_refused "
         "notified_hold is_dropped prefixes num_prompt_tokens max_kv_tokens demand_tokens room_tokens "
-        "prompts_until_s spare"
+        "prompts_until_s spare prewarmed"
     ),
     "ReplicaState": "model worker facts running stages",
     "Request": (
-        "request_id number keep_alive_s digest line_s is_batch adapter prefixes num_prompt_tokens num_losses "
-        "queued_s queued_step started_s awaits_turn"
+        "request_id number keep_alive_s digest line_s is_batch adapter prefixes num_prompt_tokens key "
+        "num_losses queued_s queued_step started_s awaits_turn"
     ),
     "RequestArrived": (
-        "now_s request_id model num_prompt_tokens max_tokens keep_alive_s digest is_batch adapter prefixes"
+        "now_s request_id model num_prompt_tokens max_tokens keep_alive_s digest is_batch adapter prefixes "
+        "key"
     ),
     "RequestCancelled": "now_s request_id",
     "RequestFinished": "now_s request_id num_output_tokens how prompt",
@@ -320,7 +326,7 @@ FORMAT = {
     "WantedAdapter": "adapter num_bytes",
     "WhileLoading": "gather_s min_gain_s",
     "Why": "demand dropped evicted free_room loading resident restored staged switched turns waited",
-    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node gpu runs_stages",
+    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace node gpu runs_stages device_share",
     "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
     "WorkersExpected": "now_s node num_workers",
     "Link": "bytes_per_s latency_s",
@@ -422,6 +428,7 @@ def test_what_was_recorded_is_on_disk_when_the_journal_is_closed(tmp_path: Path)
                 "is_batch": False,
                 "adapter": None,
                 "prefixes": [],
+                "key": None,
             },
         ],
         "actions": [],

@@ -25,7 +25,7 @@ def test_on_this_machine_no_keys_are_needed(data_dir: DataDir, host: str) -> Non
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_keys_that_there_are_must_be_used(data_dir: DataDir, host: str) -> None:
-    key = keys.add(data_dir.keys_path, "ada", "user")
+    key = keys.add(data_dir.keys_path, "ada", "user").key
 
     found = keys_of(ServiceConfig(host=host), data_dir)
 

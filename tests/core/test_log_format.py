@@ -4,6 +4,8 @@ import json
 import logging
 from datetime import datetime
 
+import pytest
+
 from hearth.core.log_format import formatter_of, json_line
 
 
@@ -28,6 +30,15 @@ def test_a_line_of_a_worker_names_its_process() -> None:
 def test_what_is_no_log_line_is_text_and_an_object_stays_as_it_is() -> None:
     assert json.loads(json_line('a "crash"\tof C')) == {"text": 'a "crash"\tof C'}
     assert json_line('{"status": 200}') == '{"status": 200}'
+
+
+@pytest.mark.parametrize("time", ["2026-13-45 99:00:00", "0001-01-01 00:00:00", "2026-Jan-01 later"])
+def test_a_time_that_is_none_makes_a_line_text(time: str) -> None:
+    line = f"{time} INFO w0 hearth.worker.loads loaded model=tiny"
+
+    found = json.loads(json_line(line))
+
+    assert found["text"].endswith("loaded model=tiny")
 
 
 def test_each_line_of_a_traceback_is_an_object() -> None:

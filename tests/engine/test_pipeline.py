@@ -12,6 +12,7 @@ from hearth.core.config import EngineConfig
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.engine.pending_step import StepInFlight
 from hearth.engine.pipeline import PipelineRunner
+from hearth.engine.stage_messages import StageResult
 from hearth.policy.batch.plan import StepPlan
 from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
 from tests.engine.pipeline_rig import LocalStages, pipeline_for
@@ -95,6 +96,23 @@ def test_inputs_are_on_the_device_before_the_tokens_of_a_step_are_known() -> Non
     assert ask(pipeline, PROMPTS[:1], greedy()) == expected
     assert len(launched) > 2
     assert [plan.step_id for plan in prepared] == [plan.step_id for plan in launched[1:]], "all but the first"
+
+
+@pytest.mark.parametrize("num_asked", range(2, 7))
+@pytest.mark.parametrize("num_flights", [1, 2])
+def test_a_result_may_come_at_any_moment_of_a_step(num_flights: int, num_asked: int) -> None:
+    """For instance between planning ahead of it and committing it."""
+    pipeline, prompts = with_blocks("llama-gqa", [1], num_flights), PROMPTS[:num_flights]
+    later = pipeline.runner._later  # type: ignore[attr-defined] # of a pipeline
+    num_calls, result = 0, later.result
+
+    def once_asked_often(*, waits: bool) -> StageResult | None:
+        nonlocal num_calls
+        num_calls += 1
+        return result(waits=True) if waits or (num_calls % num_asked == 0 and later._results) else None
+
+    later.result = once_asked_often
+    assert ask(pipeline, prompts, greedy()) == ask(engine_for("llama-gqa", ROOMY), prompts, greedy())
 
 
 @pytest.mark.parametrize("num_tokens", [12, 40])

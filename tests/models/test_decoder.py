@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.models.arch import Arch, Norm, Residual
 from hearth.models.buffers import zeros
 from hearth.models.decoder import Decoder
+from hearth.models.dtypes import DTYPES
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
 from hearth.models.rope import cos_sin_table
@@ -64,11 +66,11 @@ class Stage:
         return self.decoder.tail(step)
 
 
-def stage(name: str, layers: range | None = None) -> Stage:
+def stage(name: str, layers: range | None = None, dtype: str = "float32") -> Stage:
     """With places for these layers only, so that it cannot read another's; KV starts as NaN."""
     directory = build(name).directory
     arch = read_arch(directory)
-    layout = layout_of(arch, "float32")
+    layout = layout_of(arch, dtype)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8)
     pack_directory(directory, arch, layout, base)
     chosen = range(arch.num_layers) if layers is None else layers
@@ -76,9 +78,9 @@ def stage(name: str, layers: range | None = None) -> Stage:
     places = {n: place for n, place in contiguous_places(layout, base).items() if not n.startswith(others)}
     weights = bind(arch, layout, places, layers)
     size = StepSize(max_tokens=NUM_ROWS, max_samples=NUM_ROWS, num_programs=1)
-    run = torch.full((Workspace.num_bytes(arch, torch.float32, size),), 0xFF, dtype=torch.uint8)
+    run = torch.full((Workspace.num_bytes(arch, DTYPES[dtype], size),), 0xFF, dtype=torch.uint8)
     counters = zeros(counter_buffer(arch.dimensions, NUM_ROWS), run.device)
-    workspace = Workspace.bind(arch, torch.float32, size, run, counters)
+    workspace = Workspace.bind(arch, DTYPES[dtype], size, run, counters)
     tables = [cos_sin_table(rope, arch.max_positions, run.device) for rope in arch.ropes]
     cos_sin = torch.stack(tables) if tables else None
     kv = torch.full((16, len(chosen), 2, BLOCK_TOKENS, arch.num_kv_heads, arch.head_dim), float("nan"))
@@ -124,6 +126,15 @@ def test_logits_of_every_row_are_those_of_transformers(name: str) -> None:
 
     assert logits.dtype == torch.float32
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_embeddings_of_gemma_are_scaled_by_a_number_of_their_own_dtype(dtype: str) -> None:
+    step, theirs = prefill("gemma"), deepcopy(build("gemma").model.get_input_embeddings()).to(DTYPES[dtype])
+
+    embedded = stage("gemma", dtype=dtype).decoder.embed(step)
+
+    assert torch.equal(embedded, theirs(step.tokens))
 
 
 @pytest.mark.parametrize("cut", [1, 2])

@@ -31,7 +31,7 @@ FACTS: dict[str, dict[str, object]] = {
     "qwen3": {"qk_norm": QkNorm.HEAD, "head_dim": 32, "qkv_bias": False},
     "qwen3-bias": {"qk_norm": QkNorm.HEAD, "qkv_bias": True, "o_bias": True, "mlp_bias": False},
     "qwen2-yarn": {"ropes": (YARN,), "layer_ropes": (0, 0, 0)},
-    "gemma": {"wide_norms": True, "embed_scale": 8.0, "head_dim": 24, "activation": Activation.GELU_TANH},
+    "gemma": {"wide_norms": True, "embed_scale": 72**0.5, "head_dim": 24, "activation": Activation.GELU_TANH},
     "gemma2": {
         "residual": Residual.SANDWICH,
         "windows": (5, None, 5),
@@ -217,15 +217,42 @@ def test_activation_names_mean_transformers_functions() -> None:
         torch.testing.assert_close(ACT2FN[name](x), ours[activation], msg=name)
 
 
+@pytest.mark.parametrize(
+    ("fields", "activation"),
+    [
+        ({}, Activation.GELU_TANH),
+        ({"hidden_act": "gelu"}, Activation.GELU_TANH),
+        ({"hidden_act": "gelu", "hidden_activation": None}, Activation.GELU_TANH),
+        ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, Activation.GELU_TANH),
+        ({"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu"}, Activation.GELU),
+        ({"hidden_act": "relu"}, Activation.RELU),
+    ],
+)
+def test_gelu_of_the_first_gemma_means_its_approximation(
+    fields: dict[str, object], activation: Activation
+) -> None:
+    assert arch_from_config({"model_type": "gemma", **fields}).activation is activation
+
+
+def test_a_class_name_alone_lets_its_family_read_what_others_refuse() -> None:
+    fields = {"residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_multiplier": 0.25}
+
+    arch = arch_from_config({"architectures": ["GraniteForCausalLM"], **fields})
+
+    assert arch == arch_from_config({"model_type": "granite", **fields})
+
+
 GRANITE4 = {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["attention"] * 32}
 REFUSED = [
     ({"model_type": "mamba"}, "`model_type` is 'mamba'; supported: cohere, cohere2, falcon, "),
     ({}, "`model_type` is None"),
+    ({"model_type": ["llama"]}, r"`model_type` is \['llama'\]; supported: cohere"),
+    ({"model_type": {"gemma3": 1}, "alibi": True}, "`alibi` is True: ALiBi"),
     ({"model_type": "mixtral", "num_local_experts": 8}, "`num_local_experts` is 8: mixtures of experts"),
     ({"model_type": "qwen3", "num_experts": 64}, "`num_experts` is 64"),
     (
         {"model_type": "gpt_neox", "attn_logit_softcapping": 50.0},
-        "`attn_logit_softcapping` is 50.0: soft caps",
+        "`attn_logit_softcapping` is 50.0: soft caps are not supported in `gpt_neox` models",
     ),
     ({"model_type": "falcon", "alibi": True}, "`alibi` is True: ALiBi"),
     ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "'awq'.*AWQ, GPTQ"),
@@ -233,7 +260,13 @@ REFUSED = [
     ({"model_type": "llama", "attention_sink_size": 4}, "`attention_sink_size` is 4: attention sinks"),
     ({"model_type": "llama", "scale_attn_weights": False}, "`scale_attn_weights` is False"),
     ({"model_type": "llama", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-    ({"model_type": "llama", "residual_multiplier": 0.22}, "`residual_multiplier` is 0.22"),
+    ({"model_type": "llama", "residual_multiplier": 0.22}, "`residual_multiplier` is 0.22.* in `llama` mod"),
+    ({"model_type": "granite", "residual_multiplier": 1e-30}, "`residual_multiplier` is 1e-30: .* 0.001 to"),
+    ({"model_type": "granite", "residual_multiplier": 1001}, "`residual_multiplier` is 1001: .* to 1000"),
+    (
+        {"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1.0},
+        "`rope_theta` is 1.0: it must be above 1.0 with `yarn`",
+    ),
     ({"model_type": "llama", "use_qk_norm": True}, "`use_qk_norm` is True"),
     (
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
@@ -306,7 +339,8 @@ BAD = [
     ({"hidden_size": "4096"}, "`hidden_size` must be an integer of at least 1, given: '4096'"),
     ({"num_hidden_layers": 0}, "`num_hidden_layers` must be an integer of at least 1, given: 0"),
     ({"vocab_size": True}, "`vocab_size` must be an integer"),
-    ({"rms_norm_eps": None}, r"`rms_norm_eps` must be a positive number up to 3\.4e\+38, given: None"),
+    ({"rms_norm_eps": None}, r"`rms_norm_eps` must be a number from 1.2e-38 to 3\.4e\+38, given: None"),
+    ({"rms_norm_eps": 1e-320}, r"`rms_norm_eps` must be a number from 1\.2e-38"),
     ({"attention_bias": "yes"}, "`attention_bias` must be true or false, given: 'yes'"),
     ({"hidden_act": 3}, "`hidden_act` must be a string, given: 3"),
     ({"rope_scaling": "linear"}, "`rope_scaling` must be an object"),
@@ -318,6 +352,10 @@ BAD = [
     (
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0]}},
         "`long_factor` must be a list of 64 numbers",
+    ),
+    (
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 1},
+        "`original_max_position_embeddings` must be an integer of at least 2, given: 1",
     ),
     ({"layer_types": ["full_attention"]}, "`layer_types` has 1 entries for 32 layers"),
     ({"architectures": "LlamaForCausalLM"}, "`architectures` must be a list of strings"),

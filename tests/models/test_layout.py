@@ -7,7 +7,8 @@ import pytest
 from hearth.core.errors import DeviceError
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.families import arch_from_config, read_arch
-from hearth.models.layout import ALIGNMENT_BYTES, COMPUTED_DTYPES, QUANTS, STORED_ITEM_BYTES, layout_of
+from hearth.models.formats import QUANTS
+from hearth.models.layout import ALIGNMENT_BYTES, COMPUTED_DTYPES, STORED_ITEM_BYTES, layout_of
 from tests.models.zoo import VARIANTS, build
 
 TINY = {"num_hidden_layers": 2, "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2}
@@ -127,5 +128,5 @@ def test_quant_none_is_the_plain_layout() -> None:
 
 
 def test_unknown_quant_names_the_valid_ones() -> None:
-    with pytest.raises(DeviceError, match="`int4`; supported: none, int8, fp8"):
-        layout_of(arch_from_config({"model_type": "llama"}), "float32", "int4")
+    with pytest.raises(DeviceError, match="`int5`; supported: none, int8, fp8, int4"):
+        layout_of(arch_from_config({"model_type": "llama"}), "float32", "int5")

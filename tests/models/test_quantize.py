@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from hearth.core.errors import BadCheckpoint
 from hearth.core.sizes import StepLimits, StepSize
+from hearth.kernels.four_bits import FourBitWeight, dequantize_reference
 from hearth.kernels.quantized import ProductScratch, quantized_linear_reference
 from hearth.models import decoder
 from hearth.models.decoder import Decoder
+from hearth.models.formats import FourBits
 from hearth.models.layout import layout_of
-from hearth.models.quantize import Quantized, quantize
+from hearth.models.quantize import Quantized, quantize, quantize_to_four_bits
 from hearth.models.weights import Linear, Weights, bind, contiguous_places
 from hearth.models.workspace import Workspace
 from tests.models.test_decoder import Stage, prefill, stage
@@ -101,7 +103,43 @@ def test_a_weight_that_is_not_finite_is_refused(quant: str, bad: float) -> None:
         quantize(weight, quant)
 
 
-@pytest.mark.parametrize("quant", QUANTS)
+def test_four_bits_are_off_by_half_a_step_at_most() -> None:
+    weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(3))
+    form = FourBits(32, "float32", "float32")
+
+    rows = quantize_to_four_bits(weight, form)
+
+    groups = weight.view(5, 3, 32)
+    step = (groups.amax(2) - groups.amin(2)) / 15
+    error = (rows.wide() - weight).view(5, 3, 32).square().mean(2).sqrt()
+    plain = (groups - groups.amin(2, keepdim=True)) / step.unsqueeze(2)
+    plain_error = ((plain.round() - plain) * step.unsqueeze(2)).square().mean(2).sqrt()
+    assert (error <= plain_error + 1e-6).all(), "cutting off is tried beside the whole range"
+    assert (error < plain_error - 1e-6).any()
+
+
+def test_weights_that_four_bits_hold_are_kept_exactly() -> None:
+    codes = torch.arange(64).view(1, 64) % 16
+    weight = codes * 0.25 - 1.5
+
+    rows = quantize_to_four_bits(weight, FourBits(32, "bfloat16", "bfloat16"))
+
+    assert torch.equal(rows.wide(), weight)
+    assert torch.equal(rows.codes, codes.to(torch.uint8))
+
+
+def test_packed_rows_are_read_back_as_they_were() -> None:
+    weight = torch.randn(7, 160, generator=torch.Generator().manual_seed(3))
+    form = FourBits(32, "bfloat16", "float32")
+    rows = quantize_to_four_bits(weight, form)
+
+    tensors = rows.stored(form)
+
+    packed = FourBitWeight(tensors["weight"], tensors["scale"], tensors["min"], None)
+    assert torch.equal(dequantize_reference(packed, 160), rows.wide())
+
+
+@pytest.mark.parametrize("quant", [*QUANTS, "int4", "int4-g16-float32-float32 int8:o,down.1-2,embed"])
 @pytest.mark.parametrize("name", ["llama-gqa", "smollm2", "opt-350m", "falcon-rw-like"])
 def test_decoder_gives_the_logits_of_the_dequantised_weights(name: str, quant: str) -> None:
     plain, quantised, step = stage(name), _quantised(name, quant), prefill(name)
@@ -176,10 +214,16 @@ def _dequantised(weights: Weights) -> Weights:
         for layer in weights.layers
     )
     outer = {name: _plain(linear) for name in OUTER if (linear := getattr(weights, name)) is not None}
+    if weights.embed_scale is not None:
+        embed = dequantize(Quantized(weights.embed, weights.embed_scale))
+        outer |= {"embed": embed, "embed_scale": None}
     return replace(weights, layers=layers, **outer)
 
 
 def _plain(linear: Linear) -> Linear:
     if linear.scale is None:
         return linear
+    if (packed := linear.four_bits) is not None:
+        num_inputs = packed.scale.shape[0] * (32 if packed.scale.dtype == torch.bfloat16 else 16)
+        return Linear(dequantize_reference(packed, num_inputs), None, linear.bias)
     return Linear(dequantize(Quantized(linear.weight, linear.scale)), None, linear.bias)

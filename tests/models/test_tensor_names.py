@@ -4,7 +4,6 @@ import pytest
 
 from hearth.core.errors import BadCheckpoint
 from hearth.models.families import read_arch
-from hearth.models.layout import layout_of
 from hearth.models.tensor_names import TensorSource, sources_of
 from tests.models.zoo import VARIANTS, build
 
@@ -19,8 +18,7 @@ def _shapes(name: str) -> dict[str, tuple[int, ...]]:
 
 
 def _resolve(name: str, found: dict[str, tuple[int, ...]]) -> dict[str, TensorSource]:
-    arch = read_arch(build(name).directory)
-    return sources_of(arch, layout_of(arch, "float32"), found)
+    return sources_of(read_arch(build(name).directory), found)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

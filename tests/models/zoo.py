@@ -134,7 +134,7 @@ VARIANTS: Mapping[str, Variant] = {
     "qwen3": Variant("qwen3", {**_GATED, "head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-bias": Variant("qwen3", {**_GATED, "head_dim": 16, "attention_bias": True}),
     "qwen2-yarn": Variant("qwen2", {**_GATED, "rope_parameters": _YARN}),
-    "gemma": Variant("gemma", {**_GATED, "head_dim": 24, "num_key_value_heads": 1}),
+    "gemma": Variant("gemma", {**_GATED, "hidden_size": 72, "head_dim": 24, "num_key_value_heads": 1}),
     "gemma2": Variant(
         "gemma2",
         {

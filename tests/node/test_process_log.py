@@ -107,6 +107,28 @@ def test_a_file_that_takes_no_line_is_told_of(tmp_path: Path) -> None:
     assert log.note.endswith("service.log` cannot be written: [Errno 28] No space left on device")
 
 
+def test_a_line_longer_than_what_is_read_at_once_becomes_several_objects(tmp_path: Path) -> None:
+    path = tmp_path / "service.log"
+    log = ProcessLog(path, to_stderr=False, is_json=True)
+    os.write(log.fd, b"before\n" + b"x" * 300_000 + b"\nthe end")
+    log.close()
+
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert (texts[0], texts[-1]) == ("before", "the end")
+    assert "".join(texts[1:-1]) == "x" * 300_000
+    assert max(map(len, texts)) < 150_000
+
+
+def test_whole_lines_are_written_before_the_end_of_the_next_one_comes(tmp_path: Path) -> None:
+    with pipe() as (reader, stderr):
+        log = ProcessLog(tmp_path / "service.log", to_stderr=True, stderr=stderr, is_json=True)
+        os.write(log.fd, b"one\nthe beg")
+        assert json.loads(os.read(reader, 1000)) == {"text": "one"}
+        os.write(log.fd, b"inning\n")
+        log.close()
+        assert json.loads(os.read(reader, 1000)) == {"text": "the beginning"}
+
+
 def test_lines_of_processes_become_objects_also_if_they_come_in_pieces(tmp_path: Path) -> None:
     with pipe() as (reader, stderr):
         log = ProcessLog(tmp_path / "service.log", to_stderr=True, stderr=stderr, is_json=True)

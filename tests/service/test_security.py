@@ -85,7 +85,7 @@ def test_nobody_learns_from_the_cache_what_another_key_asked(guarded: Guarded) -
     ada, bob, first, second = (
         guarded.user_key,
         *(
-            keys.add(guarded.service.data_dir / "keys.json", name, "user", group)
+            keys.add(guarded.service.data_dir / "keys.json", name, "user", group).key
             for name, group in (("bob", None), ("team-1", "team"), ("team-2", "team"))
         ),
     )
@@ -104,7 +104,7 @@ def test_nobody_learns_from_the_cache_what_another_key_asked(guarded: Guarded) -
 
 
 def test_a_request_is_explained_to_the_key_that_sent_it(guarded: Guarded) -> None:
-    bob = keys.add(guarded.service.data_dir / "keys.json", "bob-2", "user")
+    bob = keys.add(guarded.service.data_dir / "keys.json", "bob-2", "user").key
     with guarded.service.client(guarded.user_key) as client:
         answer = client.completions.create(model="tiny-a", prompt="Hi", max_tokens=1)
 

@@ -125,6 +125,6 @@ def test_devices_are_held_until_their_models_are_retained_and_then_go_to_others(
     assert report.most_gpus == 1
     assert report.gpu_s == pytest.approx(3.0 + 2 * run_s, abs=0.1)
     assert report.cost == report.gpu_s
-    first, second = service.held.gaps_s
+    first, second = service.fleet.gpu_time.gaps_s
     assert first == math.inf
     assert second == pytest.approx(97.0 - run_s, abs=0.1)

@@ -29,7 +29,20 @@ def test_a_prompt_has_the_format_that_models_were_trained_with(marks: InfillMark
     assert infill_marks(tokenizer) is marks
     whole = f"{marks.prefix}{PREFIX}{marks.suffix}{SUFFIX}{marks.middle}"
     assert list(infill_tokens(tokenizer, marks, PREFIX, SUFFIX)) == tokenizer.encode(whole)
-    assert [tokenizer.token(stop) for stop in stop_ids(tokenizer, marks)] == list(marks.stops)
+    stops = [marks.prefix, marks.suffix, marks.middle, *marks.stops]
+    assert [tokenizer.token(stop) for stop in stop_ids(tokenizer, marks)] == stops
+
+
+def test_code_gemma_ends_a_middle_by_its_file_separator_or_another_mark(tmp_path: Path) -> None:
+    names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_separator|>"]
+    backend = byte_level()
+    backend.add_tokens(names)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    marks = infill_marks(tokenizer)
+    assert marks is not None
+
+    assert [tokenizer.token(stop) for stop in stop_ids(tokenizer, marks)] == names
 
 
 @pytest.mark.parametrize("suffix", [SUFFIX, " house", "\n", ""])

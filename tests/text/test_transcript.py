@@ -68,6 +68,15 @@ def test_no_piece_holds_half_a_character(tokenizer: Tokenizer) -> None:
     assert [piece.text for piece in pieces if piece.text] == ["a", "鬱", "b"]
 
 
+@pytest.mark.parametrize("end", range(1, len(TEXT)))
+def test_a_cancelled_answer_has_what_was_held_back_for_a_stop_string(tokenizer: Tokenizer, end: int) -> None:
+    ids = tokenizer.encode(f"{TEXT[:end]}鬱")[:-1]
+    transcript = Transcript(tokenizer, SamplingParams(stop=("house keeps the hearth. ",)), ())
+    text = "".join(transcript.push(token, None).text for token in ids)
+
+    assert text + transcript.flush() == f"{TEXT[:end]}\ufffd"
+
+
 def test_half_a_character_at_the_end_is_shown_as_such(tokenizer: Tokenizer) -> None:
     pieces = read(tokenizer, tokenizer.encode("a鬱")[:-1], SamplingParams())
 

@@ -140,7 +140,7 @@ def test_a_chat_shows_its_answer_and_its_own_start(new_page: NewPage, service: S
     service.unload("beta", free=True)
     page = new_page(permissions=["clipboard-read", "clipboard-write"])
     with watching(page, "chat/beta"):
-        page.get_by_label("Most tokens").fill("5")
+        page.get_by_label("Max tokens").fill("5")
         page.get_by_label("Temperature").fill("0")
         page.get_by_role("textbox", name="Message", exact=True).fill("<b>Hi</b> it's me")
         page.keyboard.press("Enter")
@@ -149,7 +149,7 @@ def test_a_chat_shows_its_answer_and_its_own_start(new_page: NewPage, service: S
         expect(journey.locator("summary")).to_contain_text(re.compile("first token after .*cold"))
         expect(journey.locator("summary")).to_contain_text("5 tokens")
         expect(journey.locator(".what", has_text="load")).to_have_count(1)
-        expect(page.get_by_text("cut off: it has reached the most tokens")).to_be_visible()
+        expect(page.get_by_text("stopped at the limit of tokens")).to_be_visible()
 
         page.get_by_role("button", name="Copy as curl").click()
         expect(page.get_by_text("Copied.")).to_be_visible()
@@ -236,7 +236,7 @@ def test_with_keys_the_page_asks_for_one_and_shows_what_it_may_see(
     new_page: NewPage, service: Service
 ) -> None:
     path = service.data_dir / "keys.json"
-    admin, user = keys.add(path, "root", "admin"), keys.add(path, "ann", "user")
+    admin, user = keys.add(path, "root", "admin").key, keys.add(path, "ann", "user").key
     page = new_page()
     page.goto("/")
     page.get_by_label("API key").fill("wrong")
@@ -274,7 +274,7 @@ def test_with_keys_the_page_asks_for_one_and_shows_what_it_may_see(
 
 def test_a_page_whose_key_is_removed_asks_for_another(new_page: NewPage, service: Service) -> None:
     path = service.data_dir / "keys.json"
-    key = keys.add(path, "eve", "monitor")
+    key = keys.add(path, "eve", "monitor").key
     page = new_page()
     page.goto("/")
     page.get_by_label("API key").fill(key)

@@ -31,7 +31,14 @@ from hearth.engine.stage_messages import (
 )
 from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
-from hearth.worker.stage_link import HiddenPlaces, StageInlet, StageLinks, StageOutlet, send_result
+from hearth.worker.stage_link import (
+    FrameSender,
+    HiddenPlaces,
+    StageInlet,
+    StageLinks,
+    StageOutlet,
+    send_result,
+)
 from tests.engine.harness import ROOMY, ask, engine_for, greedy
 from tests.engine.pipeline_rig import CPU, parts_of
 from tests.engine.test_elastic import EXTENTS, SINK, elastic_memory
@@ -91,7 +98,7 @@ def stages(request: pytest.FixtureRequest) -> Iterator[TwoStages]:
     yield TwoStages(engine, links, back)
     links.close()
     thread.join()
-    inlet.close()
+    inlet.end()
     back.close()
 
 
@@ -159,7 +166,7 @@ def test_messages_of_another_pipeline_are_dropped_and_counted() -> None:
     assert inlet.receive() == (StageMoves("p0", ()), None)
     assert inlet.num_dropped == 1
     outlet.close()
-    inlet.close()
+    inlet.end()
 
 
 def test_a_stage_that_reads_nothing_does_not_hold_up_the_one_before() -> None:
@@ -259,7 +266,7 @@ def test_hidden_states_that_are_missing_are_noticed() -> None:
     with pytest.raises(ServiceError, match="expected on the socket, 0 bytes came"):
         inlet.receive()
     outlet.close()
-    inlet.close()
+    inlet.end()
 
 
 def test_a_frame_beyond_the_limit_is_refused() -> None:
@@ -270,7 +277,59 @@ def test_a_frame_beyond_the_limit_is_refused() -> None:
         inlet.receive()
     near.close()
     assert inlet.receive() is None
+    inlet.end()
+
+
+def test_a_descriptor_stays_open_while_the_thread_that_receives_uses_it() -> None:
+    """Else its number could be that of another connection, whose bytes the thread would take."""
+    near, far = socket.socketpair()
+    inlet = StageInlet(far, HiddenPlaces(torch.empty(1, 4, 8), is_shared=False), "p0")
     inlet.close()
+    assert far.fileno() >= 0
+    assert inlet.receive() is None
+    inlet.end()
+    assert far.fileno() < 0
+    near.close()
+
+
+def test_a_descriptor_stays_open_while_the_thread_that_takes_results_uses_it() -> None:
+    is_told, may_go_on, has_ended = threading.Event(), threading.Event(), threading.Event()
+    (near, far), (out, into) = socket.socketpair(), socket.socketpair()
+    outlet = StageOutlet(out, HiddenPlaces(torch.empty(1, 4, 8), is_shared=True), "p0")
+
+    def told(answer: object) -> None:
+        is_told.set()
+        may_go_on.wait()
+
+    links = StageLinks("p0", [0], outlet, near, arrived=has_ended.set, told=told)
+    send_result(far, StageAdapterReady("p0", 7))
+    assert is_told.wait(60.0)
+    links.close()
+    assert near.fileno() >= 0
+    may_go_on.set()
+    assert has_ended.wait(60.0)
+    assert near.fileno() < 0
+    far.close()
+    into.close()
+
+
+def test_a_descriptor_stays_open_while_a_thread_sends() -> None:
+    is_sending, may_go_on, has_ended = threading.Event(), threading.Event(), threading.Event()
+    near, far = socket.socketpair()
+    sender = FrameSender(near, "p0", has_ended.set)
+
+    def send() -> None:
+        is_sending.set()
+        may_go_on.wait()
+
+    sender.send_later(send)
+    assert is_sending.wait(60.0)
+    sender.close()
+    assert near.fileno() >= 0
+    may_go_on.set()
+    assert has_ended.wait(60.0)
+    assert near.fileno() < 0
+    far.close()
 
 
 def step_of_one_row(number: int) -> StepPlan:

@@ -39,7 +39,7 @@ class DeployBody(OwnBody):
     )
     name: Text | None = Field(None, max_length=128, description="Default: derived from the source.")
     dtype: Text = Field("auto", max_length=32)
-    quant: Text = Field("none", max_length=32)
+    quant: Text = Field("auto", max_length=32, description="Default: as in the source.")
     overwrite: bool = Field(False, description="Replace the model of that name.")
     base: Text | None = Field(
         None, max_length=128, description="Deploy the source as a LoRA adapter of this model."

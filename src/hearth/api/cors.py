@@ -50,7 +50,7 @@ class AllowedOrigins:
             )
         asked = headers.get("access-control-request-headers", "")
         told = {
-            "access-control-allow-methods": "GET, HEAD, POST, DELETE",
+            "access-control-allow-methods": "GET, HEAD, POST, PATCH, DELETE",
             # Any header: OpenAI's clients add a dozen.
             "access-control-allow-headers": asked if _HEADER_NAMES.fullmatch(asked) else "",
             "access-control-max-age": str(PREFLIGHT_S),

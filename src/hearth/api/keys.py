@@ -16,6 +16,7 @@ from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.control.keys import keys
 from hearth.control.keys.key_usage import KeyView, view_of
+from hearth.control.keys.keys import KeyInfo
 from hearth.control.requests.caller import ANYBODY, KeyTerms, Role, ServiceClass
 from hearth.core.errors import Forbidden, RequestError
 
@@ -56,16 +57,13 @@ class KeyBody(KeyTermsBody):
 def key_routes(gateway: Gateway) -> APIRouter:
     routes = APIRouter(prefix=KEYS_PATH, tags=["Keys"], route_class=JsonRoute)
 
-    async def views() -> list[KeyView]:
-        known = await asyncio.to_thread(keys.list_keys, gateway.keys.path)
-        return [view_of(key, gateway.admissions.usage.record) for key in known]
-
-    async def view(name: str) -> KeyView:
-        return next(key for key in await views() if key.name == name)
+    def view(key: KeyInfo) -> KeyView:
+        return view_of(key, gateway.admissions.usage.record)
 
     @routes.get("", summary="List the keys with their limits and usage")
     async def list_keys() -> Response:
-        return as_json(await views())
+        known = await asyncio.to_thread(keys.list_keys, gateway.keys.path)
+        return as_json([view(key) for key in known])
 
     @routes.post("", summary="Make a key")
     async def add_key(body: KeyBody, request: Request) -> Response:
@@ -76,14 +74,14 @@ def key_routes(gateway: Gateway) -> APIRouter:
                 "with `hearth keys add NAME --admin`"
             )
         terms = body.altered(KeyTerms())
-        key = await asyncio.to_thread(keys.add, gateway.keys.path, body.name, body.role, body.group, terms)
-        return as_json({"key": key, **asdict(await view(body.name))})
+        made = await asyncio.to_thread(keys.add, gateway.keys.path, body.name, body.role, body.group, terms)
+        return as_json({"key": made.key, **asdict(view(made.info))})
 
     @routes.patch("/{name}", summary="Change the limits of a key")
     async def change_key(name: str, body: KeyTermsBody) -> Response:
         """Fields that are left out stay the same. Applies from the next request on."""
-        await asyncio.to_thread(keys.change, gateway.keys.path, name, body.altered)
-        return as_json(await view(name))
+        changed = await asyncio.to_thread(keys.change, gateway.keys.path, name, body.altered)
+        return as_json(view(changed))
 
     @routes.delete("/{name}", summary="Remove a key, which is rejected from now on")
     async def remove_key(name: str, request: Request) -> Response:

@@ -19,12 +19,20 @@ from hearth.core.types import SamplingParams
 if TYPE_CHECKING:
     from hearth.text.chat_template import Message
 
-HELP = "/clear starts over, /exit or Ctrl-D quits, Ctrl-C stops an answer, /help shows this"
+#: Begins and ends a message of several lines.
+QUOTE = '"""'
+HINT = "/help lists commands, /bye or Ctrl-D ends the conversation"
+HELP = f"""\
+/clear       start over
+/bye         end the conversation; also /exit, /quit and Ctrl-D
+/help        show this; also /?
+Ctrl-C       stop an answer
+{QUOTE}          begin and end a message of several lines"""
 
 
 def converse(answerer: Answerer, params: SamplingParams, beginning: Sequence[Message]) -> None:
     """Answer what is typed, until the end. `beginning`: messages before the first."""
-    err.print(Text(HELP, style="dim"))
+    err.print(Text(HINT, style="dim"))
     messages = [*beginning]
     for line in _lines():
         match line.strip():
@@ -38,8 +46,8 @@ def converse(answerer: Answerer, params: SamplingParams, beginning: Sequence[Mes
             case "/clear":
                 messages = [*beginning]
                 continue
-            case word if word.startswith("/"):
-                err.print(Text(f"unknown command `{word}`: {HELP}", style="yellow"))
+            case text if (word := text.split()[0]).startswith("/") and "/" not in word[1:]:
+                err.print(Text(f"unknown command `{word}`; {HINT}", style="yellow"))
                 continue
         conversation: list[Message] = [*messages, {"role": "user", "content": line.strip()}]
         try:
@@ -83,9 +91,18 @@ def _lines() -> Iterator[str]:
 
     while True:
         try:
-            yield input("> ")
+            line = input("> ")
+            yield _quoted(line) if line.lstrip().startswith(QUOTE) else line
         except KeyboardInterrupt:
             typer.echo()
         except EOFError:
             typer.echo()
             return
+
+
+def _quoted(first: str) -> str:
+    """Read on to the closing quotes, and return what is between."""
+    text = first.lstrip().removeprefix(QUOTE)
+    while not text.rstrip().endswith(QUOTE):
+        text += "\n" + input(". ")
+    return text.rstrip().removesuffix(QUOTE)

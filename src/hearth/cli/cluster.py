@@ -157,6 +157,7 @@ def join(
 
     Run `hearth cluster token` on the head for the command with address and token. The machine keeps its
     certificate: later, as after a reboot, `hearth join` needs neither.
+    Labels and sizes have to be given again.
 
     [bold]Examples[/bold]
 

@@ -28,16 +28,16 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "demo": ("demo",),
     "deploy": ("deploy", "list", "rm"),
     "create": ("create", "cp"),
+    "convert": ("show", "convert", "verify"),
     "snapshot": ("snapshot",),
-    "explain": ("explain",),
-    "keys": ("keys",),
-    "cluster": ("cluster", "join"),
-    "doctor": ("doctor", "config"),
-    "convert": ("convert", "verify", "show"),
     "serve": ("serve",),
     "ps": ("ps", "stop", "logs"),
+    "explain": ("explain",),
     "open": ("open",),
+    "keys": ("keys",),
+    "cluster": ("join", "cluster"),
     "nodes": ("nodes",),
+    "doctor": ("doctor", "config"),
     "simulate": ("simulate",),
 }
 
@@ -45,6 +45,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 def whole_app() -> typer.Typer:
     for module in MODULES:
         import_module(f"hearth.cli.{module}")
+    order = [name for names in MODULES.values() for name in names]
+    app.registered_commands.sort(
+        key=lambda one: order.index(str(one.name or getattr(one.callback, "__name__", None)))
+    )
     return app
 
 

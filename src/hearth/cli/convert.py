@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -41,16 +40,20 @@ from hearth.core.errors import ConfigError, UnknownModel
 
 if TYPE_CHECKING:
     from hearth.control.observe.views import ModelView, UpstreamView
-    from hearth.models.layout import Layout
     from hearth.store.format.adapter_manifest import AdapterManifest
     from hearth.store.format.manifest import StoredManifest
     from hearth.store.format.writer import OnProgress, Progress
 
 
 class Quant(StrEnum):
+    AUTO = "auto"
     NONE = "none"
     INT8 = "int8"
     FP8 = "fp8"
+    INT4 = "int4"
+
+
+QUANT_HELP = "Quantise linear layers to 8 or 4 bits; auto: as in SOURCE; none: dequantise."
 
 
 NameOrPath = Annotated[
@@ -96,7 +99,7 @@ def convert(
             help=f"{SPELLED_DTYPES}; auto: as in SOURCE, bfloat16 for quantised GGUF.",
         ),
     ] = Dtype.AUTO,
-    quant: Annotated[Quant, typer.Option(help="Quantise linear layers to 8 bits.")] = Quant.NONE,
+    quant: Annotated[Quant, typer.Option(help=QUANT_HELP)] = Quant.AUTO,
     base: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="Convert SOURCE as a LoRA adapter of this model."),
@@ -156,7 +159,7 @@ def _convert_adapter(
     from hearth.store.format.convert_adapter import convert_adapter, read_base
     from hearth.store.format.peft import open_peft
 
-    if quant is not Quant.NONE:
+    if quant not in (Quant.AUTO, Quant.NONE):
         raise ConfigError(f"adapters cannot be quantised, even if their base is; given: --quant {quant}")
     known = read_base(base)
     if dtype is not Dtype.AUTO:
@@ -292,7 +295,7 @@ def _upstream(upstream: UpstreamView) -> str:
 
 def _show_place(path: Path, as_json: bool) -> None:
     from hearth.models.families import read_arch
-    from hearth.models.layout import layout_of
+    from hearth.models.layout import layout_of, num_parameters
     from hearth.store.format.convert import open_source
     from hearth.store.format.description import read_description
     from hearth.store.format.manifest import MANIFEST, Manifest
@@ -313,8 +316,10 @@ def _show_place(path: Path, as_json: bool) -> None:
         else:
             with open_source(path) as source:
                 arch = source.arch
-        layout = layout_of(arch, "bfloat16")
-        facts = {"num_parameters": _num_parameters(layout), "bfloat16_bytes": layout.num_bytes}
+        facts = {
+            "num_parameters": num_parameters(arch),
+            "bfloat16_bytes": layout_of(arch, "bfloat16").num_bytes,
+        }
     if as_json:
         typer.echo(json.dumps(asdict(arch) | facts))
         return
@@ -336,7 +341,7 @@ def _stored_facts(manifest: StoredManifest) -> dict[str, object]:
 
     facts: dict[str, object] = {"dtype": manifest.dtype}
     if isinstance(manifest, Manifest):
-        facts |= {"quant": manifest.quant, "num_parameters": _num_parameters(manifest.layout)}
+        facts |= {"quant": manifest.quant, "num_parameters": manifest.num_parameters}
         layers = list(manifest.layers)
     elif isinstance(manifest, AdapterManifest):
         facts |= {"adapts": manifest.family, "num_targets": len(manifest.targets)}
@@ -350,10 +355,6 @@ def _stored_facts(manifest: StoredManifest) -> dict[str, object]:
         "files": [file.name for file in manifest.files],
         "digest": manifest.digest,
     }
-
-
-def _num_parameters(layout: Layout) -> int:
-    return sum(math.prod(spec.shape) for spec in layout.tensors if not spec.name.endswith(".scale"))
 
 
 def _throughput(manifest: StoredManifest, total_s: float) -> str:

@@ -29,15 +29,13 @@ from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.preset import Preset
 from hearth.core.errors import ConfigError
 
-NewName = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of the preset; replaces one of that name.")
-]
+_REPLACES = "Name of the preset; replaces one of that name."
 
 
 @app.command(rich_help_panel="Models")
 def create(
     context: typer.Context,
-    name: NewName,
+    name: Annotated[str, typer.Argument(metavar="NAME", help=_REPLACES)],
     file: Annotated[
         Path, typer.Option("--file", "-f", metavar="FILE", help="Modelfile; - reads standard input.")
     ] = Path("Modelfile"),
@@ -55,7 +53,12 @@ def create(
 
       hearth create pirate -f Modelfile
     """
-    text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read a Modelfile at `{file}`: {error.strerror}; name it with `-f FILE`"
+        ) from error
     modelfile = parse_modelfile(text)
     preset = _preset_of(modelfile)
     client = running(context, url, api_key, data_dir)
@@ -73,7 +76,7 @@ def create(
 def cp(
     context: typer.Context,
     source: ModelName,
-    name: NewName,
+    name: Annotated[str, typer.Argument(metavar="NEW_NAME", help=_REPLACES)],
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -115,11 +118,11 @@ def parse_modelfile(text: str) -> dict[str, list[str]]:
         position = match.end()
         if match["word"] is not None:
             found.setdefault(match["word"].upper(), []).append(match["value"].strip())
-    if "FROM" not in found:
-        raise ConfigError("a Modelfile needs `FROM` with a deployed model or a source, given: none")
     if unknown := found.keys() - {*_KNOWN}:
         known = ", ".join(_KNOWN)
         raise ConfigError(f"an instruction of a Modelfile is one of {known}, given: {min(unknown):.40}")
+    if "FROM" not in found:
+        raise ConfigError("a Modelfile needs `FROM` with a deployed model or a source, given: none")
     return found
 
 

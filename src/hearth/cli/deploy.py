@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,11 +30,11 @@ from hearth.cli.console import (
     print_columns,
     warn,
 )
-from hearth.cli.convert import Quant
+from hearth.cli.convert import QUANT_HELP, Quant
 from hearth.cli.endpoint import reached, running
 from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
-from hearth.cli.tab_completion import ModelName, complete_base
+from hearth.cli.tab_completion import ModelNames, complete_base
 from hearth.control.observe.views import ModelView
 from hearth.core.errors import ConfigError, ModelError, NameTaken, UnknownModel, Unreached, UnsupportedModel
 
@@ -57,7 +57,7 @@ def deploy(
         Dtype,
         typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: float32 on a CPU, else as in SOURCE."),
     ] = Dtype.AUTO,
-    quant: Annotated[Quant, typer.Option(help="Quantise linear layers to 8 bits.")] = Quant.NONE,
+    quant: Annotated[Quant, typer.Option(help=QUANT_HELP)] = Quant.AUTO,
     base: Annotated[
         str | None,
         typer.Option(
@@ -253,7 +253,7 @@ def list_models(
 @app.command(rich_help_panel="Models")
 def rm(
     context: typer.Context,
-    name: ModelName,
+    names: ModelNames,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     with_adapters: Annotated[
         bool, typer.Option("--with-adapters", help="Also remove the adapters and presets of the model.")
@@ -262,7 +262,7 @@ def rm(
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Remove a deployed model, adapter or preset.
+    """Remove deployed models, adapters or presets.
 
     Deletes the files that `hearth deploy` made, not the source. A model with adapters or presets is only
     removed with --with-adapters.
@@ -276,21 +276,26 @@ def rm(
     client = running(context, url, api_key, data_dir)
     with client or nullcontext():
         if not yes:
-            _confirm_removal(client, name, data_dir, with_adapters=with_adapters)
-        known = _models(client, data_dir) if with_adapters else []
-        if client is None:
-            local_models.remove(data_dir, name, with_adapters=with_adapters)
-        else:
-            client.remove(name, with_adapters=with_adapters)
-    typer.echo(f"removed {', '.join([name, *(view.name for view in known if view.base == name)])}")
+            _confirm_removal(client, names, data_dir, with_adapters=with_adapters)
+        for name in names:
+            known = _models(client, data_dir) if with_adapters else []
+            if client is None:
+                local_models.remove(data_dir, name, with_adapters=with_adapters)
+            else:
+                client.remove(name, with_adapters=with_adapters)
+            typer.echo(f"removed {', '.join([name, *(view.name for view in known if view.base == name)])}")
 
 
-def _confirm_removal(client: Client | None, name: str, data_dir: Path, *, with_adapters: bool) -> None:
-    with suppress(UnsupportedModel):  # an adapter that does not fit its base
-        find(client, name, data_dir)
+def _confirm_removal(
+    client: Client | None, names: Sequence[str], data_dir: Path, *, with_adapters: bool
+) -> None:
+    for name in names:
+        with suppress(UnsupportedModel):  # an adapter that does not fit its base
+            find(client, name, data_dir)
+    listed = ", ".join(names)
     if not sys.stdin.isatty():
-        raise ConfigError(f"cannot ask whether to remove `{name}`: not a terminal; pass `--yes` to confirm")
-    typer.confirm(f"Remove {name}{' and its adapters and presets' if with_adapters else ''}?", abort=True)
+        raise ConfigError(f"cannot ask whether to remove `{listed}`: not a terminal; pass `--yes` to confirm")
+    typer.confirm(f"Remove {listed}{' with adapters and presets' if with_adapters else ''}?", abort=True)
 
 
 def _models(client: Client | None, data_dir: Path) -> list[ModelView]:

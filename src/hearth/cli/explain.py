@@ -23,7 +23,7 @@ def explain(
             metavar="REQUEST_ID",
             help="The `id` of an answer, its x-request-id header, which the client may set, or `last`.",
         ),
-    ],
+    ] = "last",
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -37,7 +37,7 @@ def explain(
 
     [bold]Examples[/bold]
 
-      hearth explain last
+      hearth explain
 
       hearth explain chatcmpl-4f1d2c
     """

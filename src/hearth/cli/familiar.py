@@ -8,52 +8,99 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
-#: Other names of commands, which the help does not list.
+#: Other names of commands, of one or two words, which the help does not list.
 ALIASES: Mapping[str, str] = {
+    "-v": "--version",
     "chat": "run",
     "help": "--help",
+    "keys ls": "keys list",
     "ls": "list",
+    "nodes list": "nodes",
+    "nodes ls": "nodes",
     "pull": "deploy",
+    "snapshot list": "snapshot ls",
     "status": "ps",
     "version": "--version",
 }
 
 _IS_ON = "leave it out: it is always on"
+_IS_NOT_LOGGED = "leave it out: a line per request is only in `hearth logs --access`"
 _IS_FOUND = "leave it out: it is taken from the model's files"
+_HAS_NO_ACCOUNT = "leave it out: Hearth has no accounts; for the Hugging Face Hub set HF_TOKEN"
+_PROXY = "put a TLS proxy in front, such as nginx: docs/deploy.md"
 _STAGES = "leave it out: a model larger than one GPU runs in stages on several"
-#: What to use instead of commands and flags that no command of Hearth has.
+_REPLICAS = "leave it out: a busy model gets further replicas by itself; `--workers N` limits the GPUs"
+#: What to use instead of commands and flags of other tools. After a command: flags that only this one lacks.
 INSTEAD: Mapping[str, str] = {
     "bench": "run `hearth simulate` for a workload; scripts of bench/ measure a device",
     "collect-env": "run `hearth doctor`",
     "complete": "run `hearth run NAME PROMPT --raw`",
+    "launch": "set the base URL of the program to that of `hearth serve`: docs/clients.md",
     "push": "run `hearth convert` and upload the directory it writes",
+    "run-batch": "send the requests at once: the service queues them; see `hearth keys add --class batch`",
+    "signin": _HAS_NO_ACCOUNT,
+    "signout": _HAS_NO_ACCOUNT,
+    "--allowed-origins": "use `--allow-origin ORIGIN`",
+    "--block-size": "use `--set engine.block_tokens=N`",
     "--chat-template": "use `TEMPLATE` in a Modelfile and `hearth create`",
+    "--cpu-offload-gb": _STAGES,
+    "--data-parallel-size": _REPLICAS,
+    "--disable-log-requests": _IS_NOT_LOGGED,
+    "--disable-log-stats": "leave it out: `/metrics` has them",
     "--download-dir": "use `--data-dir DIR`",
     "--enable-auto-tool-choice": _IS_FOUND,
     "--enable-chunked-prefill": _IS_ON,
     "--enable-lora": "use `hearth deploy ADAPTER --base NAME`",
     "--enable-prefix-caching": _IS_ON,
+    "--enable-log-requests": _IS_NOT_LOGGED,
+    "--enable-reasoning": _IS_FOUND,
     "--enforce-eager": "use `--set engine.graphs=off`",
     "--format": "use `response_format` of the API",
+    "--generation-config": "use `PARAMETER` in a Modelfile and `hearth create`",
     "--gpu-memory-utilization": "use `--set engine.memory_fraction=0.9`, or `--memory SIZE`",
+    "--hf-token": "set the environment variable HF_TOKEN",
+    "--hidethinking": "leave it out: thinking is shown on standard error, at a terminal only",
+    "--insecure": "leave it out: certificates are always checked",
     "--keepalive": "use `hearth serve --keep-alive TIME`, or `--set models.NAME.keep_alive=TIME`",
+    "--kv-cache-dtype": "leave it out: the cache has the type of the model",
+    "--load-format": _IS_FOUND,
     "--lora-modules": "use `hearth deploy ADAPTER --base NAME --name ADAPTER_NAME`",
     "--max-model-len": "use `--set models.NAME.context=TOKENS`",
     "--max-num-batched-tokens": "use `--set engine.max_batch_tokens=TOKENS`",
     "--max-num-seqs": "use `--set engine.max_seqs=N`",
     "--model": "give the model as the argument: `hearth serve SOURCE`",
     "--modelfile": "use `hearth show NAME`, which prints what a preset sets",
+    "--nowordwrap": "leave it out: lines are not wrapped",
+    "--override-generation-config": "use `PARAMETER` in a Modelfile and `hearth create`",
     "--pipeline-parallel-size": _STAGES,
     "--quantization": "use `hearth deploy SOURCE --quant int8`",
     "--quantize": "use `hearth deploy SOURCE --quant int8`",
+    "--reasoning-parser": _IS_FOUND,
     "--revision": "use `hf:ORG/NAME@REVISION`",
     "--served-model-name": "use `hearth deploy SOURCE --name NAME`, or `hearth cp NAME OTHER`",
+    "--speculative-config": "leave it out: there is no speculative decoding",
+    "--ssl-certfile": _PROXY,
+    "--ssl-keyfile": _PROXY,
+    "--swap-space": "leave it out: a preempted request is computed again",
+    "--task": "leave it out: a model answers and embeds",
     "--tensor-parallel-size": _STAGES,
+    "--think": "use `enable_thinking` of the API",
     "--tokenizer": _IS_FOUND,
     "--tool-call-parser": _IS_FOUND,
     "--trust-remote-code": "leave it out: no code of a model is run",
     "--verbose": "leave it out: `hearth run` prints speeds; `hearth explain last` prints more",
+    "--uvicorn-log-level": "use `--set log.level=LEVEL`",
+    "-dp": _REPLICAS,
     "-tp": _STAGES,
+    "serve --api-key": "make a key with `hearth keys add NAME`; once there is one, it is required",
+    "serve --dtype": "use `hearth deploy SOURCE --dtype TYPE`",
+    "serve --name": "use `hearth deploy SOURCE --name NAME`",
+    "serve --quant": "use `hearth deploy SOURCE --quant int8`",
+    "serve --seed": "use `seed` of a request",
+    "show --license": "look at its `source`",
+    "show --parameters": "leave it out: they are shown",
+    "show --system": "leave it out: it is shown",
+    "show --template": "leave it out: the template of a preset is shown",
 }
 
 
@@ -61,11 +108,15 @@ def translated(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with the command's own name instead of an alias."""
     if len(words) > 1 and words[0] == "help":
         return [*translated(words[1:]), ALIASES["help"]]
-    return [ALIASES.get(words[0], words[0]), *words[1:]] if words else []
+    for num_words in (2, 1):
+        if (name := ALIASES.get(" ".join(words[:num_words]))) is not None:
+            return [*name.split(), *words[num_words:]]
+    return [*words]
 
 
 def answer_to(words: Sequence[str]) -> str | None:
     """Return what to use instead of another tool's command or flag; None: the words have none."""
-    flags = (word.partition("=")[0] for word in takewhile(lambda word: word != "--", words[1:]))
-    foreign = [*words[:1], *(flag for flag in flags if flag.startswith("-"))]
+    given = (word.partition("=")[0] for word in takewhile(lambda word: word != "--", words[1:]))
+    flags = [flag for flag in given if flag.startswith("-")]
+    foreign = [*words[:1], *flags, *(f"{words[0]} {flag}" for flag in flags)]
     return next((f"there is no `{word}`; {INSTEAD[word]}" for word in foreign if word in INSTEAD), None)

@@ -119,7 +119,7 @@ def add(
     path = _path(file, data_dir)
     role: Role = "admin" if admin else "monitor" if monitor else "user"
     terms = _changed(KeyTerms(), rpm, tpm, concurrent, models, service_class)
-    typer.echo(keys.add(path, name, role, group, terms))
+    typer.echo(keys.add(path, name, role, group, terms).key)
     err.print(Text("store it now: it is not shown again", style="dim"))
     _note_unknown_models(terms, data_dir)
     _tell_of_service(path, data_dir, "requires a key from now on, and accepts this one")
@@ -151,7 +151,7 @@ def set_limits(
     path = _path(file, data_dir)
     terms = keys.change(
         path, name, lambda before: _changed(before, rpm, tpm, concurrent, models, service_class)
-    )
+    ).terms
     typer.echo(f"{name}: {_spell_terms(terms)}")
     _note_unknown_models(terms, data_dir)
     _tell_of_service(path, data_dir, "applies this from the next request on")

@@ -19,7 +19,7 @@ def open_dashboard(
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Open the dashboard of the service in a browser, and print its address.
+    """Open the dashboard in a browser, and print its address.
 
     It shows the memory of every worker, models, requests, decisions and charts, and has a chat. If the
     service has API keys, the page asks for one; it is never part of the address.

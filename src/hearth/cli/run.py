@@ -61,10 +61,10 @@ NameOrPlace = Annotated[
 def run(
     context: typer.Context,
     model: NameOrPlace,
-    prompt: Annotated[
-        str | None,
+    words: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="[PROMPT]",
+            metavar="PROMPT",
             help="Prompt; - reads standard input. Without one: a conversation, or what a pipe says.",
             show_default=False,
         ),
@@ -92,7 +92,7 @@ def run(
     Uses the running service for a deployed model. Without a service, and for a path or URL, the model is
     loaded in this process. hf:ORG/NAME is deployed first, after a question. The model's chat template is
     applied if there is one, unless --raw is given. At a terminal and without PROMPT, it is a conversation:
-    /clear starts over, /exit or Ctrl-D quits, Ctrl-C stops an answer.
+    /help lists its commands, /bye or Ctrl-D ends it.
 
     [bold]Examples[/bold]
 
@@ -106,6 +106,7 @@ def run(
 
       hearth run s3://models/qwen-7b "Hello" --set store.disk_bytes=100GiB
     """
+    prompt = " ".join(words) if words else None
     is_conversation = prompt is None and sys.stdin.isatty()
     usual = USUAL if is_conversation else replace(USUAL, max_tokens=PROMPTED)
     given = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}

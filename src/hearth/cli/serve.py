@@ -22,7 +22,7 @@ def serve(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SOURCE]...",
+            metavar="SOURCE",
             help="Models to deploy first, as by `hearth deploy SOURCE`, unless they are.",
             show_default=False,
         ),
@@ -80,8 +80,8 @@ def serve(
 
     One endpoint speaks the APIs of OpenAI, Anthropic and Ollama. Models are loaded on request and evicted
     when they are idle and others need the memory. Ctrl-C or SIGTERM stops the service after running requests
-    have finished. Each SOURCE is like `source` in [models.NAME]: it is deployed while the service starts,
-    unless it is already. Every setting can be given by --set, in the --config file or as an environment
+    have finished. Each SOURCE is deployed while the service starts, unless it is already, like the
+    setting models.NAME.source. Every setting can be given by --set, in the --config file or as an environment
     variable: service.port is HEARTH_SERVICE_PORT. `hearth config` lists them.
 
     [bold]Examples[/bold]

@@ -57,7 +57,8 @@ def _keys(context: typer.Context) -> list[KeyInfo]:
         return []
 
 
-ModelName = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="Name or alias of a deployed model.", autocompletion=complete_model),
-]
+_NAMED = typer.Argument(
+    metavar="NAME", help="Name or alias of a deployed model.", autocompletion=complete_model
+)
+ModelName = Annotated[str, _NAMED]
+ModelNames = Annotated[list[str], _NAMED]

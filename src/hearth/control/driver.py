@@ -91,11 +91,14 @@ class Driver:
         snapshots: Snapshots,
         host_order: HostOrder,
         prepare_orders: PrepareOrders,
+        device_share: Callable[[WorkerId], float] = lambda _: 1.0,
     ) -> None:
+        """`device_share`: a worker's, of its device."""
         self.fleet = fleet
         self.requests = ActiveRequests()
         self._journal, self._observer, self._pools, self._snapshots = journal, observer, pools, snapshots
         self._host_order, self._prepare_orders = host_order, prepare_orders
+        self._device_share = device_share
         self._sinks: list[Sink] = [observer.observe]
         self._links: dict[WorkerId, FrameLink] = {}
         #: The number of each stay of a model on a worker. Facts of an earlier stay have another number.
@@ -148,6 +151,7 @@ class Driver:
                 is_batch=request.pace.is_batch,
                 adapter=adapter,
                 prefixes=prefixes,
+                key=request.key,
             )
         )
         if (reason := explain_wait(self.fleet, request.request_id)) is not None:
@@ -239,7 +243,7 @@ class Driver:
                 self._send(worker, messages.DropModel(model) if is_freed else messages.RetireModel(model))
             case events.SetHold(model, worker, hold):
                 self._send(worker, messages.HoldModel(model, hold))
-            case events.RefusePin():
+            case events.RefusePin() | events.Prewarm():
                 pass  # the observer tells people
             case events.AddWorkers() | events.ReleaseWorkers():
                 pass  # orders to Ray: `RayProcess` is a sink
@@ -342,6 +346,7 @@ class Driver:
                 node=node_of(hello.worker),
                 gpu=hello.gpu,
                 runs_stages=hello.version == messages.VERSION,
+                device_share=self._device_share(hello.worker),
             )
         )
         if hello.kind == "cuda":  # as in `prepare`
@@ -394,7 +399,7 @@ class Driver:
                 self.post(events.DeviceReported(now_s, worker, bytes_by_model))
             case messages.Pong():
                 self._pools.received(worker, fact, now_s)
-                self._observer.pool_reported(now_s, worker, fact)
+                self._observer.charge(self.fleet.gpu_time, now_s)
                 self._note_stages(now_s, worker, fact)
             case messages.WorkerEnded():
                 decoded.link.ended = decoded.link.ended or fact  # of a released node it is known why

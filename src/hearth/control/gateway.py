@@ -173,6 +173,7 @@ class Gateway:
             pooling=wanted.pooling,
             adapter=adapter,
             adapter_bytes=0 if entry.adapter is None else entry.adapter.num_bytes,
+            key=None if caller.key_id is None else caller.name,
         )
         if (exchange := current_exchange()) is not None:
             exchange.started(timeline, counts_prompt=wanted.counts_prompt)

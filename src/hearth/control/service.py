@@ -104,7 +104,6 @@ async def running(
         observer = Observer(
             metrics,
             takes_turns=service.turns,
-            device_share=lambda worker: nodes.device_share(worker),
         )
         pools = PoolReports()
         obstacle = _snapshots_obstacle(config, data_dir)
@@ -119,7 +118,14 @@ async def running(
             is_off=not config.store.snapshot_bytes,
         )
         driver = Driver(
-            Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders
+            Fleet(brain),
+            journal,
+            observer,
+            pools,
+            snapshots,
+            catalog.host_order,
+            catalog.prepare_orders,
+            device_share=lambda worker: nodes.device_share(worker),
         )
         stack.callback(driver.close)
         decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)

@@ -43,7 +43,10 @@ def json_line(line: str) -> str:
         return line
     if (match := _LINE.fullmatch(line)) is None:
         return msgspec.json.encode({"text": line}).decode()
+    try:
+        time = datetime.fromisoformat(match["time"]).astimezone().isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError):  # a line of another program that resembles one of ours
+        return msgspec.json.encode({"text": line}).decode()
     fields = {name: quoted or plain for name, quoted, plain in _FIELD.findall(match["text"])}
     found = {name: text for name, text in match.groupdict().items() if text is not None}
-    time = datetime.fromisoformat(found["time"]).astimezone().isoformat(timespec="milliseconds")
     return msgspec.json.encode({**found, "time": time, "fields": fields}).decode()

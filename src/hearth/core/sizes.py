@@ -51,6 +51,10 @@ FACTOR_ROW_ALIGNMENT = 8
 MAX_SHRUNK_RANK, ADAPTER_SPLITS = 768, 4
 
 
+#: Inputs of a chunk of 4-bit codes, and int32 words of each of its outputs (`kernels/four_bits.py`).
+CODE_CHUNK, CODE_WORDS = 128, 16
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     shape: tuple[int, ...]

@@ -13,6 +13,7 @@ from hearth.engine.assemble import Memory, ModelSpec, assemble_runner, block_byt
 from hearth.engine.runner import Runner
 from hearth.models.arch import Arch
 from hearth.models.dtypes import DTYPES
+from hearth.models.formats import QUANTS, QuantPlan
 from hearth.models.layout import layout_of
 from hearth.models.weights import bind, contiguous_places
 from hearth.models.workspace import Workspace
@@ -23,7 +24,7 @@ from hearth.policy.batch.blocks import SINK_BLOCK
 class KernelNeeds:
     arch: Arch  #: with few layers, as most are alike
     dtype: str
-    quant: str  #: one of models.layout.QUANTS
+    quant: str  #: a plan of models/formats.py
     limits: StepLimits
     num_processors: int  #: of the device
     capability: int  #: of the device, as in 90 for 9.0
@@ -38,7 +39,9 @@ class KernelNeeds:
     def of(
         arch: Arch, dtype: str, quant: str, limits: StepLimits, num_processors: int, capability: int
     ) -> KernelNeeds:
-        return KernelNeeds(_few_layers(arch), dtype, quant, limits, num_processors, capability)
+        layers = _differing(arch, quant)
+        few = quant if quant in QUANTS else QuantPlan.parse(quant).only(layers)
+        return KernelNeeds(_only(arch, layers), dtype, few, limits, num_processors, capability)
 
 
 @torch.inference_mode()
@@ -87,10 +90,17 @@ def _without_memory(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
 
-def _few_layers(arch: Arch) -> Arch:
-    """Return the architecture with the layers that differ: first, second, last, one of each attention."""
-    last = arch.num_layers - 1
-    kinds = list(zip(arch.windows, arch.layer_ropes, strict=True))
-    layers = sorted({0, min(1, last), last, *map(kinds.index, set(kinds))})
-    windows, ropes = zip(*(kinds[layer] for layer in layers), strict=True)
+def _differing(arch: Arch, quant: str) -> list[int]:
+    """Return the layers that differ: first, second, last, one of each attention and of each quantisation."""
+    last, plan = arch.num_layers - 1, QuantPlan.parse(quant)
+    kinds = [
+        (*attention, plan.forms_of_layer(layer))
+        for layer, attention in enumerate(zip(arch.windows, arch.layer_ropes, strict=True))
+    ]
+    return sorted({0, min(1, last), last, *map(kinds.index, set(kinds))})
+
+
+def _only(arch: Arch, layers: list[int]) -> Arch:
+    windows = tuple(arch.windows[layer] for layer in layers)
+    ropes = tuple(arch.layer_ropes[layer] for layer in layers)
     return replace(arch, num_layers=len(layers), windows=windows, layer_ropes=ropes)

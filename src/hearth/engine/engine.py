@@ -278,7 +278,10 @@ class Engine:
             self.batcher.num_flights = self.runner.num_flights
         launched = self._launch_next()
         is_full = launched is None or is_ahead or len(flights) == self.batcher.max_in_flight
-        previous = flights.popleft() if flights and is_full and flights[0].pending.may_wait else None
+        # The tokens of the oldest step may have come since `_launch_next`: a step that was planned ahead of
+        # their commit has to be launched first.
+        is_due = is_full and self._ahead is None
+        previous = flights.popleft() if flights and is_due and flights[0].pending.may_wait else None
         blocks = self.batcher.blocks
         assert (
             launched or previous or flights or not self.has_work or blocks.num_blocks < blocks.floor_blocks

@@ -18,6 +18,7 @@ unevenly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,27 @@ def quantized_linear_reference(
     """Compute in float32, because sums before scaling may exceed float16's range."""
     product = torch.mm(x.float(), weight.float().t()).mul_(scale)
     out.copy_(product if bias is None else product.add_(bias))
+
+
+def quantized_rows(
+    weight: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, *, out: torch.Tensor
+) -> None:
+    """Look up rows of an 8-bit weight [n, k]: `out[i] = weight[rows[i]] * scale[rows[i]]`."""
+    if not runs_triton(out):
+        out.copy_(weight[rows].float().mul_(scale[rows, None]))
+        return
+    k = weight.shape[1]
+    launch(_rows_kernel, (len(rows), cdiv(k, 1024)), out, weight, scale, rows, k, BLOCK_K=1024, num_warps=4)
+
+
+@triton.jit
+def _rows_kernel(out, weight, scale, rows, k, BLOCK_K: tl.constexpr, OVERLAPS: tl.constexpr):
+    wait_for_inputs(OVERLAPS)
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    inputs = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    values = tl.load(weight + row * k + inputs, inputs < k, other=0.0).to(tl.float32) * tl.load(scale + row)
+    out_at = out + tl.program_id(0).to(tl.int64) * k + inputs
+    tl.store(out_at, values.to(out.dtype.element_ty), inputs < k)
 
 
 def quantized_skinny_triton(
@@ -222,9 +244,15 @@ def tile_for(rows: int, dtype: torch.dtype) -> Tile:
     return next(tile for max_rows, tile in TILES.items() if rows <= max_rows)
 
 
-def sharing_obstacle(scratch: ProductScratch, max_rows: int, dtype: torch.dtype) -> str | None:
-    fewest = MAX_SKINNY_ROWS + 1
-    for most, tile in TILES.items():
+def sharing_obstacle(
+    scratch: ProductScratch,
+    max_rows: int,
+    dtype: torch.dtype,
+    tiles: Mapping[int, Tile] = TILES,
+    fewest: int = MAX_SKINNY_ROWS + 1,
+) -> str | None:
+    """Say which products of `fewest` to `max_rows` rows have fewer programs than their tiles want, if any."""
+    for most, tile in tiles.items():
         if fewest > max_rows or not tile.per_processor or dtype == torch.float32:
             return None
         num_programs, wanted = scratch.num_programs(tile), tile.per_processor * scratch.num_processors

@@ -143,6 +143,11 @@ class Arch:
     is_text_part: bool  #: of a model that also reads images
 
     @property
+    def rounds_embed_scale(self) -> bool:
+        """True if the scale is rounded to the dtype that the model is computed in, as in transformers."""
+        return self.family.startswith("gemma")
+
+    @property
     def dimensions(self) -> Dimensions:
         return Dimensions(
             num_layers=self.num_layers,

@@ -10,8 +10,8 @@ from hearth.core.model_files import brief
 
 #: The largest integer that a field may have; model sizes are far smaller.
 MAX_INTEGER = 2**31 - 1
-#: About the largest float32.
-MAX_NUMBER = 3.4e38
+#: About the smallest and the largest float32.
+MIN_NUMBER, MAX_NUMBER = 1.2e-38, 3.4e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,13 @@ class Fields:
 
     def number(self, name: str) -> float:
         value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (MIN_NUMBER <= value <= MAX_NUMBER)
+        ):
             raise BadCheckpoint(
-                f"{self.where}: `{name}` must be a positive number up to {MAX_NUMBER:g}, "
+                f"{self.where}: `{name}` must be a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}, "
                 f"given: {brief(value)}"
             )
         return float(value)

@@ -25,13 +25,15 @@ import torch
 from hearth.kernels.activation import activate
 from hearth.kernels.adapter_rows import AdapterRows
 from hearth.kernels.decode_attention import decode_attention
+from hearth.kernels.four_bits import MAX_TILED_ROWS, four_bit_linear
+from hearth.kernels.four_bits import TILES as FOUR_BIT_TILES
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.linear import add_linear, linear
 from hearth.kernels.lora import project_with_adapters
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import prefill_attention
-from hearth.kernels.quantized import ProductScratch, quantized_linear, sharing_obstacle
+from hearth.kernels.quantized import ProductScratch, quantized_linear, quantized_rows, sharing_obstacle
 from hearth.kernels.rotary import HeadNorms, rotate_and_store
 from hearth.models.adapter import Projection, target_index
 from hearth.models.arch import Arch, Norm, QkNorm, Residual
@@ -74,6 +76,9 @@ class Decoder:
         if workspace is None:
             return
         self._workspace = workspace
+        scale = self.arch.embed_scale
+        rounded = torch.tensor(scale, dtype=workspace.residual.dtype, device="cpu").item()
+        self._embed_scale = rounded if self.arch.rounds_embed_scale else scale
         self.wide_logits = workspace.logits  #: memory for float32 logits
         #: The rows of logits that `tail` writes; a step uses the first ones.
         self.logits = workspace.head_out if len(workspace.head_out) else workspace.logits
@@ -98,7 +103,12 @@ class Decoder:
             return None
         max_rows, dtype = workspace.residual.shape[0], workspace.residual.dtype
         each = (self._product_scratch, self._qkv_scratch)
-        return next(filter(None, (sharing_obstacle(scratch, max_rows, dtype) for scratch in each)), None)
+        if all(weights.qkv.four_bits is not None for weights in self.weights.layers):
+            max_rows = min(max_rows, MAX_TILED_ROWS)
+            told = (sharing_obstacle(scratch, max_rows, dtype, FOUR_BIT_TILES, 1) for scratch in each)
+        else:
+            told = (sharing_obstacle(scratch, max_rows, dtype) for scratch in each)
+        return next(filter(None, told), None)
 
     def first_layers(self, count: int, on_layer: Callable[[], None] | None = None) -> Decoder:
         """Return a decoder of the first `count` layers, over the same memory, with its own `on_layer`."""
@@ -111,11 +121,14 @@ class Decoder:
         assert weights.embed is not None, f"no embedding before layer {self.layers.start}"
         hidden = ws.residual
         embedded = hidden if weights.embed_in is None else ws.embedded
-        torch.index_select(weights.embed, 0, step.tokens, out=embedded)
+        if weights.embed_scale is None:
+            torch.index_select(weights.embed, 0, step.tokens, out=embedded)
+        else:
+            quantized_rows(weights.embed, weights.embed_scale, step.tokens, out=embedded)
         if weights.embed_in is not None:
             self._linear(embedded, weights.embed_in, hidden)
-        if self.arch.embed_scale != 1.0:
-            hidden.mul_(self.arch.embed_scale)
+        if self._embed_scale != 1.0:
+            hidden.mul_(self._embed_scale)
         if weights.positions is not None and self.arch.position_offset is not None:
             table = weights.positions[self.arch.position_offset :]
             hidden.add_(torch.index_select(table, 0, step.rows.positions, out=ws.normed))
@@ -327,7 +340,7 @@ class Decoder:
         adapters: AdapterRows | None,
     ) -> torch.Tensor:
         parts = self._qkv_scratch if projection is Projection.QKV else None
-        product = partial(self._linear, x, weights, out, parts)
+        product = partial(self._linear, x, weights, out, parts, self._room(projection, adapters))
         if adapters is None:
             return product()
         target, scratch = target_index(layer, projection), self._scratch(projection)
@@ -341,6 +354,13 @@ class Decoder:
             return ws.shrunk.view(-1)
         idle = (ws.activated if projection is Projection.UP else ws.up).view(-1)
         return idle if idle.dtype == torch.float32 else idle[: len(idle) // 2 * 2].view(torch.float32)
+
+    def _room(self, projection: Projection, adapters: AdapterRows | None) -> torch.Tensor:
+        """Return an idle buffer that is not the adapters' scratch."""
+        ws = self._workspace
+        if projection is Projection.UP:
+            return ws.qkv if adapters is not None else ws.activated
+        return ws.up if adapters is None else ws.activated if projection is not Projection.DOWN else ws.qkv
 
     def _weights_of(self, layer: int) -> LayerWeights:
         return self.weights.layers[layer - self.layers.start]
@@ -391,12 +411,20 @@ class Decoder:
         return residual if out is None else out
 
     def _linear(
-        self, x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: ProductScratch | None = None
+        self,
+        x: torch.Tensor,
+        weights: Linear,
+        out: torch.Tensor,
+        scratch: ProductScratch | None = None,
+        room: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        scratch = self._product_scratch if scratch is None else scratch
         if weights.scale is None:
             linear(x, weights.weight, weights.bias, out=out)
+        elif weights.four_bits is not None:
+            room = self._workspace.up if room is None else room
+            four_bit_linear(x, weights.four_bits, weights.bias, out=out, scratch=scratch, room=room)
         else:
-            scratch = self._product_scratch if scratch is None else scratch
             quantized_linear(x, weights.weight, weights.scale, weights.bias, out=out, scratch=scratch)
         return out
 

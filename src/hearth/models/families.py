@@ -7,7 +7,7 @@ support are refused by field and value: for all families in `REFUSALS`, for one 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,13 +37,23 @@ def read_arch(directory: Path) -> Arch:
 
 
 def arch_from_config(config: Mapping[str, object], where: str = "config.json") -> Arch:
-    is_text_part = config.get("model_type") in TEXT_PARTS
+    outer_type = config.get("model_type")
+    is_text_part = isinstance(outer_type, str) and outer_type in TEXT_PARTS
     config = _text_part(config, where) if is_text_part else config
-    model_type = config.get("model_type")
-    named = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    _refuse_unsupported(config, named.reads if named else frozenset(), where)
-    name = _family_name(config, where)
-    family = FAMILIES[name]
+    architectures = Fields("transformers", config, where).texts("architectures") or []
+    name = _family_name(config, architectures)
+    family = FAMILIES.get(name)
+    _refuse_unsupported(config, name, frozenset() if family is None else family.reads, where)
+    for architecture in architectures:
+        if "For" in architecture and not architecture.endswith("ForCausalLM"):
+            raise UnsupportedModel(
+                f"{where}: `architectures` has {brief(architecture)}; supported: *ForCausalLM"
+            )
+    if family is None:
+        raise UnsupportedModel(
+            f"{where}: `model_type` is {brief(config.get('model_type'))}; "
+            f"supported: {', '.join(sorted(FAMILIES))}"
+        )
     aliased = {family.aliases[key]: config[key] for key in family.aliases.keys() & config.keys()}
     arch = family.read(Fields(name, {**family.defaults, **aliased, **config}, where))
     if arch.num_heads % arch.num_kv_heads != 0:
@@ -67,31 +77,23 @@ def _text_part(config: Mapping[str, object], where: str) -> Mapping[str, object]
     return {**outer, **text.values, **own}
 
 
-def _refuse_unsupported(config: Mapping[str, object], reads: frozenset[str], where: str) -> None:
+def _family_name(config: Mapping[str, object], architectures: Sequence[str]) -> str:
+    """Return the model type, or if there is none that of the class; of other models, perhaps no family."""
+    model_type = config.get("model_type")
+    if model_type is None:
+        by_class = {family.architecture: name for name, family in FAMILIES.items()}
+        model_type = next((by_class[name] for name in architectures if name in by_class), None)
+    return model_type if isinstance(model_type, str) else "other"
+
+
+def _refuse_unsupported(config: Mapping[str, object], family: str, reads: frozenset[str], where: str) -> None:
     for refusal in REFUSALS:
         for key, value in config.items():
             if value is None or value in refusal.harmless or key in reads:
                 continue
             if re.fullmatch(refusal.pattern, key, re.DOTALL):
-                raise UnsupportedModel(f"{where}: `{key:.80}` is {brief(value)}: {refusal.why}")
-
-
-def _family_name(config: Mapping[str, object], where: str) -> str:
-    architectures = Fields("transformers", config, where).texts("architectures") or []
-    for architecture in architectures:
-        if "For" in architecture and not architecture.endswith("ForCausalLM"):
-            raise UnsupportedModel(
-                f"{where}: `architectures` has {brief(architecture)}; supported: *ForCausalLM"
-            )
-    model_type = config.get("model_type")
-    if model_type is None:
-        by_class = {family.architecture: name for name, family in FAMILIES.items()}
-        model_type = next((by_class[name] for name in architectures if name in by_class), None)
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UnsupportedModel(
-            f"{where}: `model_type` is {brief(model_type)}; supported: {', '.join(sorted(FAMILIES))}"
-        )
-    return model_type
+                why = refusal.why.replace("FAMILY", f"`{family:.80}`")
+                raise UnsupportedModel(f"{where}: `{key:.80}` is {brief(value)}: {why}")
 
 
 _GATED: Mapping[str, object] = {
@@ -411,7 +413,10 @@ TEXT_PARTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Fields that change the forward pass of any family, unless their value is harmless or null."""
+    """Fields that change the forward pass of any family, unless their value is harmless or null.
+
+    FAMILY in `why` stands for the name of the family.
+    """
 
     pattern: str
     why: str
@@ -420,7 +425,7 @@ class Refusal:
 
 REFUSALS = (
     Refusal(r".*experts?(_.*)?", "mixtures of experts are not supported; use a dense model", (0, 1, False)),
-    Refusal(r".*soft_?cap(ping)?", "soft caps on logits are not supported"),
+    Refusal(r".*soft_?cap(ping)?", "soft caps are not supported in FAMILY models"),
     Refusal(r"(use_)?alibi", "ALiBi positions are not supported; rotary and learned ones are"),
     Refusal(r".*sinks?(_.*)?", "attention sinks are not supported"),
     Refusal(
@@ -430,14 +435,16 @@ REFUSALS = (
     ),
     Refusal(r"use_bidirectional_attention", "attention is causal here"),
     Refusal(r"is_encoder_decoder|add_cross_attention", "only decoders are supported"),
-    Refusal(r"scale_attn_weights", "attention scores are always scaled by head_dim ** -0.5", (True,)),
+    Refusal(
+        r"scale_attn_weights", "attention scores of FAMILY models are scaled by head_dim ** -0.5", (True,)
+    ),
     Refusal(
         r"scale_attn_by_inverse_layer_idx|query_pre_attn_scalar|attn_scale|attention_multiplier",
-        "attention scores are always scaled by head_dim ** -0.5",
+        "attention scores of FAMILY models are scaled by head_dim ** -0.5",
     ),
     Refusal(
         r"(embedding|residual)_multiplier|logits_scaling|logit_scale",
-        "scaled embeddings, residuals and logits are not supported",
+        "scaled embeddings, residuals and logits are not supported in FAMILY models",
         (1.0,),
     ),
     Refusal(

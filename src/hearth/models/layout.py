@@ -3,31 +3,31 @@
 offset 0                  4 KiB aligned       4 KiB aligned
 | embed.weight | padding | layers.0.attn_norm.weight | padding | layers.0.qkv.weight | ...
 
-A quantised weight is followed by its scales, one for each row: `layers.0.qkv.scale`.
+A weight of 8 bits is followed by its scales, one for each row: `layers.0.qkv.scale`; one of 4 bits by those
+of its groups, and by minimums and a codebook if there are any (`kernels/four_bits.py`): `.min`, `.codebook`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hearth.core.errors import DeviceError
+from hearth.core.sizes import CODE_CHUNK, CODE_WORDS
 from hearth.models.arch import Arch, QkNorm, Residual
+from hearth.models.formats import EIGHT_BITS, FourBits, QuantPlan
 
 ALIGNMENT_BYTES = 4096
 
 #: Dtypes of computation.
 COMPUTED_DTYPES = ("float32", "float16", "bfloat16")
 
-#: Stored dtypes of quantised linear weights, by the value of `quant`.
-QUANTS: Mapping[str, str | None] = {"none": None, "int8": "int8", "fp8": "float8_e4m3fn"}
+#: Bytes per element, by stored dtype. Words of 4-bit codes are int32.
+STORED_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "int32": 4}
 
-#: Bytes per element, by stored dtype.
-STORED_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
-
-#: Modules whose weights are quantised. An embedding is not, also as a tied head.
-LINEARS = frozenset({"embed_in", "qkv", "o", "up", "down", "embed_out", "head"})
+#: Kinds of tensors that belong to a quantised weight.
+QUANT_KINDS = ("scale", "min", "codebook")
 
 Shape = tuple[int, ...]
 
@@ -91,29 +91,40 @@ def is_needed(name: str, arch: Arch, layers: range) -> bool:
 def layout_of(arch: Arch, dtype: str, quant: str = "none") -> Layout:
     if dtype not in COMPUTED_DTYPES:
         raise DeviceError(f"unknown dtype: `{dtype}`; supported: {', '.join(COMPUTED_DTYPES)}")
-    if quant not in QUANTS:
-        raise DeviceError(f"unknown quant: `{quant}`; supported: {', '.join(QUANTS)}")
     specs: list[TensorSpec] = []
     offset = 0
-    for name, stored, shape in _stored(arch, dtype, QUANTS[quant]):
+    for name, stored, shape in _stored(arch, dtype, QuantPlan.parse(quant)):
         specs.append(TensorSpec(name, stored, shape, offset))
         offset = specs[-1].end
     return Layout(tuple(specs), num_bytes=offset)
 
 
-def _stored(arch: Arch, dtype: str, quantised: str | None) -> Iterator[tuple[str, str, Shape]]:
-    for name, shape in _shapes(arch):
-        module, kind = name.split(".")[-2:]
-        if arch.wide_norms and module.endswith("norm"):
-            yield name, "float32", shape
-        elif quantised is None or module not in LINEARS or kind != "weight":
-            yield name, dtype, shape
+def _stored(arch: Arch, dtype: str, plan: QuantPlan) -> Iterator[tuple[str, str, Shape]]:
+    for name, shape in canonical_shapes(arch):
+        *path, module, kind = name.split(".")
+        layer = int(path[1]) if path else None
+        form = plan.format_of(module, layer) if kind == "weight" else None
+        prefix = name.removesuffix("weight")
+        if isinstance(form, FourBits) and (groups := form.groups(shape[1])) is not None:
+            yield name, "int32", (-(-shape[1] // CODE_CHUNK), shape[0], CODE_WORDS)
+            yield f"{prefix}scale", form.scale, (groups, shape[0])
+            if form.minimum is not None:
+                yield f"{prefix}min", form.minimum, (groups, shape[0])
+            if form.has_codebook:
+                yield f"{prefix}codebook", "float32", (16,)
+        elif form is not None:  # 8 bits also if groups do not divide the inputs
+            yield name, EIGHT_BITS["int8" if isinstance(form, FourBits) else form], shape
+            yield f"{prefix}scale", "float32", shape[:1]
         else:
-            yield name, quantised, shape
-            yield f"{name.removesuffix('weight')}scale", "float32", shape[:1]
+            yield name, "float32" if arch.wide_norms and module.endswith("norm") else dtype, shape
 
 
-def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
+def num_parameters(arch: Arch) -> int:
+    return sum(math.prod(shape) for _, shape in canonical_shapes(arch))
+
+
+def canonical_shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
+    """Yield the tensors as they are without quantisation, in forward order."""
     hidden, embed = arch.hidden_size, arch.embed_size
     yield "embed.weight", (arch.vocab_size, embed)
     if arch.position_offset is not None:

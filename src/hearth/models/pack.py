@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Protocol, TypeAlias
 
@@ -13,12 +14,22 @@ import torch
 from hearth.core.errors import BadCheckpoint
 from hearth.models.arch import Arch
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
-from hearth.models.layout import QUANTS, Layout, Shape, TensorSpec
-from hearth.models.quantize import Quantized, quantize
+from hearth.models.formats import EIGHT_BITS, LINEARS, Format, FourBits, QuantPlan
+from hearth.models.layout import QUANT_KINDS, Layout, Shape, TensorSpec, canonical_shapes
+from hearth.models.quantize import (
+    FourBitRows,
+    Quantized,
+    QuantizedTensor,
+    Rows,
+    quantize,
+    quantize_to_four_bits,
+)
 from hearth.models.tensor_names import NAMES, CheckpointTensor, TensorSource, head_copy, sources_of
 
 #: Rows that are converted at a time: a whole vocabulary in float32 would be large.
 SLAB_ROWS = 4096
+#: Rows that are quantised to 4 bits at a time, which takes several temporaries.
+_FOUR_BIT_ROWS = 1024
 
 
 class StoredTensor(Protocol):
@@ -57,7 +68,7 @@ def pack(checkpoint: Checkpoint, arch: Arch, layout: Layout, out: torch.Tensor) 
 def iter_tensors(checkpoint: Checkpoint, arch: Arch, layout: Layout) -> Iterator[PackedTensor]:
     """Return canonical tensors in the layout's order, made on demand; checks all names and shapes first."""
     shapes = {name: stored.shape for name, stored in checkpoint.items()}
-    sources = sources_of(arch, layout, shapes)
+    sources = sources_of(arch, shapes)
     _check_head_copy(checkpoint, head_copy(arch, shapes), sources["embed.weight"].parts[0])
     return _packed(checkpoint, arch, layout, sources)
 
@@ -65,15 +76,93 @@ def iter_tensors(checkpoint: Checkpoint, arch: Arch, layout: Layout) -> Iterator
 def _packed(
     checkpoint: Checkpoint, arch: Arch, layout: Layout, sources: Mapping[str, TensorSource]
 ) -> Iterator[PackedTensor]:
-    specs = iter(layout.tensors)
-    for spec in specs:
-        pieces = _pieces(arch, spec, sources[spec.name], checkpoint)
+    by_name = {spec.name: spec for spec in layout.tensors}
+    for spec in layout.tensors:
+        if spec.name.endswith(QUANT_KINDS):
+            continue  # follows its weight
+        source = sources[spec.name]
         if spec.dtype in DTYPES:
-            yield PackedTensor(spec, _stack(spec, pieces))
+            yield PackedTensor(spec, _stack(spec, _pieces(arch, spec, source, checkpoint)))
+            continue
+        prefix = spec.name.removesuffix("weight")
+        kinds = {kind: by_name[f"{prefix}{kind}"] for kind in QUANT_KINDS if f"{prefix}{kind}" in by_name}
+        try:
+            if spec.dtype == "int32":
+                form = _form_of(kinds, source.shape[1])
+                tensors = _four_bit_rows(arch, spec, source, checkpoint, form).stored(form)
+            else:
+                eight = _eight_bit_rows(arch, spec, source, checkpoint)
+                tensors = {"weight": eight.values, "scale": eight.scale}
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"`{spec.name}`: {error}") from error
+        yield PackedTensor(spec, tensors["weight"])
+        for kind, one in kinds.items():
+            yield PackedTensor(one, tensors[kind])
+
+
+def checkpoint_quant(checkpoint: Checkpoint, arch: Arch) -> str:
+    """Return the plan by which all weights stay as they are quantised, "none" if none is.
+
+    A fused weight has the format of its parts if that is the same, or else 8 bits.
+    """
+    if not any(isinstance(stored, QuantizedTensor) for stored in checkpoint.values()):
+        return "none"
+    sources = sources_of(arch, {name: stored.shape for name, stored in checkpoint.items()})
+    formats: dict[tuple[str, int | None], Format] = {}
+    for name, _ in canonical_shapes(arch):
+        *path, module, kind = name.split(".")
+        if kind == "weight" and module in LINEARS | {"embed"}:
+            form = _common([checkpoint[part.name] for part in sources[name].parts])
+            # Embeddings are looked up by rows, for which 4-bit codes have no place.
+            form = "int8" if module == "embed" and form is not None else form
+            formats[module, int(path[1]) if path else None] = form
+    return QuantPlan.text_of(formats)
+
+
+def _common(parts: Sequence[StoredTensor]) -> Format:
+    forms = [part.form if isinstance(part, QuantizedTensor) else None for part in parts]
+    if all(form == forms[0] for form in forms):
+        return forms[0]
+    return None if None in forms else "int8"
+
+
+def _form_of(kinds: Mapping[str, TensorSpec], num_inputs: int) -> FourBits:
+    scale, minimum = kinds["scale"], kinds.get("min")
+    group = None if scale.shape[0] == 1 else num_inputs // scale.shape[0]
+    return FourBits(group, scale.dtype, None if minimum is None else minimum.dtype, "codebook" in kinds)
+
+
+def _four_bit_rows(
+    arch: Arch, spec: TensorSpec, source: TensorSource, checkpoint: Checkpoint, form: FourBits
+) -> FourBitRows:
+    """Return rows as they are stored where they have this format, others quantised."""
+    parts = []
+    for rows in _row_pieces(arch, spec, source, checkpoint, form):
+        if isinstance(rows, FourBitRows):
+            parts.append(rows)
         else:
-            quantized = _quantize(spec, pieces)
-            yield PackedTensor(spec, quantized.values)
-            yield PackedTensor(next(specs), quantized.scale)
+            slabs = torch.split(rows.wide() if isinstance(rows, Quantized) else rows, _FOUR_BIT_ROWS)
+            parts += [quantize_to_four_bits(slab.float(), form) for slab in slabs]
+    return FourBitRows.stacked(parts)
+
+
+def _row_pieces(
+    arch: Arch, spec: TensorSpec, source: TensorSource, checkpoint: Checkpoint, form: Format
+) -> Iterator[Rows]:
+    """Yield the rows of a weight, in order; of parts in another format, as floats."""
+    module = spec.name.split(".")[-2]
+    for index, part in enumerate(source.parts):
+        stored = checkpoint[part.name]
+        if isinstance(stored, QuantizedTensor) and stored.form == form and not source.is_transposed:
+            yield stored.reordered(partial(_reordered, arch, module, index)).load()
+        else:
+            piece = read_tensor(part.name, checkpoint)
+            yield from in_order(arch, module, index, piece.t() if source.is_transposed else piece)
+
+
+def _reordered(arch: Arch, module: str, index: int, rows: torch.Tensor) -> torch.Tensor:
+    pieces = list(in_order(arch, module, index, rows))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def checkpoint_dtype(checkpoint: Checkpoint) -> str:
@@ -133,19 +222,21 @@ def _stack(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
-def _quantize(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> Quantized:
-    quant = next(quant for quant, stored in QUANTS.items() if stored == spec.dtype)
+def _eight_bit_rows(arch: Arch, spec: TensorSpec, source: TensorSource, checkpoint: Checkpoint) -> Quantized:
+    quant = next(quant for quant, stored in EIGHT_BITS.items() if stored == spec.dtype)
     values = torch.empty(spec.shape, dtype=STORED_DTYPES[spec.dtype])
     scale = torch.empty(spec.shape[0])
     begin = 0
-    for slab in _slabs(pieces):
-        try:
-            quantized = quantize(slab.float(), quant)
-        except BadCheckpoint as error:
-            raise BadCheckpoint(f"`{spec.name}` from row {begin} on: {error}") from error
-        end = begin + len(slab)
-        values[begin:end], scale[begin:end] = quantized.values, quantized.scale
-        begin = end
+    for rows in _row_pieces(arch, spec, source, checkpoint, quant):
+        wide = rows.wide() if isinstance(rows, FourBitRows) else rows
+        for slab in _slabs(iter([wide])) if isinstance(wide, torch.Tensor) else [wide]:
+            try:
+                quantized = slab if isinstance(slab, Quantized) else quantize(slab.float(), quant)
+            except BadCheckpoint as error:
+                raise BadCheckpoint(f"from row {begin} on: {error}") from error
+            end = begin + len(quantized.scale)
+            values[begin:end], scale[begin:end] = quantized.values, quantized.scale
+            begin = end
     return Quantized(values, scale)
 
 

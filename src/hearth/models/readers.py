@@ -22,6 +22,9 @@ ACTIVATIONS = {
     "relu2": Activation.RELU2,
 }
 
+#: How much larger or smaller than in its config a residual may be: 16 bits have to represent it.
+_MOST_RESIDUAL_SCALE = 1000.0
+
 #: Each layer's window; None: it has none.
 Windows = tuple[int | None, ...]
 
@@ -51,7 +54,11 @@ def qwen3(f: Fields) -> Arch:
 
 
 def gemma(f: Fields) -> Arch:
-    return _gemma(f, _no_windows(f), activation="hidden_act")
+    if f.has("hidden_activation"):
+        return _gemma(f, _no_windows(f))
+    arch = _gemma(f, _no_windows(f), activation="hidden_act")
+    # Configs of the first releases say `gelu` and mean its approximation.
+    return replace(arch, activation=Activation.GELU_TANH) if f.text("hidden_act") == "gelu" else arch
 
 
 def gemma2(f: Fields) -> Arch:
@@ -146,6 +153,9 @@ def _with_multipliers(f: Fields, arch: Arch) -> Arch:
     epsilon that is smaller by the square.
     """
     residual = f.number("residual_multiplier")
+    if not 1.0 <= residual * _MOST_RESIDUAL_SCALE <= _MOST_RESIDUAL_SCALE**2:
+        limits = f"{1.0 / _MOST_RESIDUAL_SCALE:g} to {_MOST_RESIDUAL_SCALE:g}"
+        raise f.unsupported("residual_multiplier", f"supported: {limits}")
     return replace(
         arch,
         embed_scale=f.number("embedding_multiplier") / residual,

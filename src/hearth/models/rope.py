@@ -71,8 +71,10 @@ def _rope(fields: Fields, parameters: Fields, dim: int, theta: str) -> Rope:
         raise parameters.unsupported(kind_name, f"supported: {', '.join(KINDS)}")
     if dim < 2 or dim % 2 != 0:
         raise fields.unsupported("head_dim", f"the rotated size of a head must be even, here: {dim}")
-    base = parameters.number("rope_theta") if parameters.has("rope_theta") else fields.number(theta)
-    rope = Rope(base, dim)
+    name, place = ("rope_theta", parameters) if parameters.has("rope_theta") else (theta, fields)
+    rope = Rope(place.number(name), dim)
+    if kind == "yarn" and rope.theta <= 1.0:
+        raise place.unsupported(name, "it must be above 1.0 with `yarn`")
     match kind:
         case "linear":
             return replace(rope, linear_factor=parameters.number("factor"))
@@ -85,10 +87,10 @@ def _rope(fields: Fields, parameters: Fields, dim: int, theta: str) -> Rope:
     return rope
 
 
-def _original_positions(fields: Fields, parameters: Fields) -> int:
+def _original_positions(fields: Fields, parameters: Fields, least: int = 1) -> int:
     name = "original_max_position_embeddings"
     place = fields if fields.has(name) or not parameters.has(name) else parameters
-    return place.integer(name if place.has(name) else "max_position_embeddings")
+    return place.integer(name if place.has(name) else "max_position_embeddings", least=least)
 
 
 def _with_yarn(rope: Rope, fields: Fields, parameters: Fields) -> Rope:
@@ -114,7 +116,7 @@ def _magnitude(factor: float, share: float = 1.0) -> float:
 
 
 def _with_longrope(rope: Rope, fields: Fields, parameters: Fields) -> Rope:
-    original = _original_positions(fields, parameters)
+    original = _original_positions(fields, parameters, least=2)  # its logarithm is a divisor
     factor = _number(parameters, "factor", fields.integer("max_position_embeddings") / original)
     usual = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
     return replace(

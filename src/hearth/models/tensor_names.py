@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from hearth.core.errors import BadCheckpoint
 from hearth.models.arch import Arch
-from hearth.models.layout import LINEARS, Layout, Shape, TensorSpec
+from hearth.models.formats import LINEARS
+from hearth.models.layout import Shape, canonical_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class CheckpointTensor:
 @dataclass(frozen=True, slots=True)
 class TensorSource:
     parts: tuple[CheckpointTensor, ...]
+    shape: Shape  #: of the canonical tensor
     is_transposed: bool
 
 
@@ -187,15 +189,13 @@ NAMES: Mapping[str, NameMap] = {
 }
 
 
-def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[str, TensorSource]:
+def sources_of(arch: Arch, found: Mapping[str, Shape]) -> dict[str, TensorSource]:
     """Find the parts of every tensor. Raises BadCheckpoint for a missing, misshapen or left over one."""
     names = NAMES[arch.family]
     (embed,) = names.modules["embed"]
     prefix = next((one for one in names.prefixes if f"{one}{embed}.weight" in found), names.prefixes[0])
     sources = {
-        spec.name: _source(arch, spec, names, prefix, found)
-        for spec in layout.tensors
-        if not spec.name.endswith(".scale")  # computed when the weight before it is quantised
+        name: _source(arch, name, shape, names, prefix, found) for name, shape in canonical_shapes(arch)
     }
     used = {part.name for source in sources.values() for part in source.parts}
     head = head_copy(arch, found)
@@ -219,18 +219,18 @@ def head_copy(arch: Arch, found: Mapping[str, Shape]) -> str | None:
 
 
 def _source(
-    arch: Arch, spec: TensorSpec, names: NameMap, prefix: str, found: Mapping[str, Shape]
+    arch: Arch, name: str, shape: Shape, names: NameMap, prefix: str, found: Mapping[str, Shape]
 ) -> TensorSource:
-    path = spec.name.split(".")
+    path = name.split(".")
     module, kind = path[-2], path[-1]
     layer = path[1] if len(path) == 4 else ""
     templates = (names.head,) if module == "head" else names.modules[module]
     if module == "head":
         prefix = ""
     parts = []
-    for template, num_rows in zip(templates, _rows(arch, spec, module, len(templates)), strict=True):
+    for template, num_rows in zip(templates, _rows(arch, shape[0], module, len(templates)), strict=True):
         choices = [f"{prefix}{choice.format(i=layer)}.{kind}" for choice in template.split("|")]
-        parts.append(CheckpointTensor(_present(choices, spec, found), (num_rows, *spec.shape[1:])))
+        parts.append(CheckpointTensor(_present(choices, name, shape, found), (num_rows, *shape[1:])))
     is_transposed = names.is_transposed and kind == "weight" and module in LINEARS - {"head"}
     for part in parts:
         wanted = part.shape[::-1] if is_transposed else part.shape
@@ -238,20 +238,20 @@ def _source(
             raise BadCheckpoint(
                 f"`{part.name}` has shape {list(found[part.name])}, config.json says {list(wanted)}"
             )
-    return TensorSource(tuple(parts), is_transposed)
+    return TensorSource(tuple(parts), shape, is_transposed)
 
 
-def _rows(arch: Arch, spec: TensorSpec, module: str, num_parts: int) -> tuple[int, ...]:
+def _rows(arch: Arch, num_rows: int, module: str, num_parts: int) -> tuple[int, ...]:
     if module == "qkv" and num_parts == 3:
         sizes = arch.dimensions
         return (sizes.q_size, sizes.kv_size, sizes.kv_size)
-    return (spec.shape[0] // num_parts,) * num_parts
+    return (num_rows // num_parts,) * num_parts
 
 
-def _present(choices: list[str], spec: TensorSpec, found: Mapping[str, Shape]) -> str:
-    for name in choices:
-        if name in found:
-            return name
+def _present(choices: list[str], name: str, shape: Shape, found: Mapping[str, Shape]) -> str:
+    for choice in choices:
+        if choice in found:
+            return choice
     raise BadCheckpoint(
-        f"the checkpoint has no `{'` or `'.join(choices)}`, needed for `{spec.name}` {list(spec.shape)}"
+        f"the checkpoint has no `{'` or `'.join(choices)}`, needed for `{name}` {list(shape)}"
     )

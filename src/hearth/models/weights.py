@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from hearth.kernels.four_bits import FourBitWeight
 from hearth.models.arch import Arch, Residual
 from hearth.models.dtypes import STORED_DTYPES
 from hearth.models.layout import Layout, TensorSpec, is_needed
@@ -25,8 +26,9 @@ class TensorPlace:
 @dataclass(frozen=True, slots=True)
 class Linear:
     weight: torch.Tensor
-    scale: torch.Tensor | None  #: per row of a quantised weight
+    scale: torch.Tensor | None  #: of a quantised weight
     bias: torch.Tensor | None
+    four_bits: FourBitWeight | None = None  #: weight and scale, if the weight has 4 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Weights:
     """The weights of a range of layers; embedding and head are None if the range does not include them."""
 
     embed: torch.Tensor | None
+    embed_scale: torch.Tensor | None  #: per row, of a quantised embedding
     positions: torch.Tensor | None
     embed_in: Linear | None
     layers: tuple[LayerWeights, ...]
@@ -92,6 +95,7 @@ def bind(
     }
     return Weights(
         embed=views.get("embed.weight") if is_first else None,
+        embed_scale=views.get("embed.scale") if is_first else None,
         positions=views.get("positions.weight"),
         embed_in=_linear(views, "embed_in") if has_projections and is_first else None,
         layers=tuple(_layer(arch, views, f"layers.{i}.") for i in layers),
@@ -118,7 +122,11 @@ def _layer(arch: Arch, views: Mapping[str, torch.Tensor], prefix: str) -> LayerW
 
 
 def _linear(views: Mapping[str, torch.Tensor], name: str) -> Linear:
-    return Linear(views[f"{name}.weight"], views.get(f"{name}.scale"), views.get(f"{name}.bias"))
+    weight, scale, bias = views[f"{name}.weight"], views.get(f"{name}.scale"), views.get(f"{name}.bias")
+    four_bits = None
+    if weight.dtype == torch.int32 and scale is not None:
+        four_bits = FourBitWeight(weight, scale, views.get(f"{name}.min"), views.get(f"{name}.codebook"))
+    return Linear(weight, scale, bias, four_bits)
 
 
 def _norm(views: Mapping[str, torch.Tensor], name: str) -> NormWeights:

@@ -39,6 +39,7 @@ class ProcessLog:
         self._path = path
         self._file_fault: str | None = None  #: why the file did not take the last lines; None: it did
         self._num_left_out = 0  #: lines of standard error, in all
+        self._rest = b""  #: of JSON, the beginning of a line whose end has not come
         self._reader, self.fd = os.pipe()
         self._thread = threading.Thread(target=self._copy_all, name="hearth-log", daemon=True)
         self._thread.start()
@@ -82,12 +83,17 @@ class ProcessLog:
 
     def _read(self) -> bytes:
         """Return what was written since, of JSON whole lines; nothing: all processes have ended."""
-        text = os.read(self._reader, _READ_BYTES)
         if not self._is_json:
-            return text
-        while text and not text.endswith(b"\n") and (more := os.read(self._reader, _READ_BYTES)):
-            text += more
-        lines = text.decode(errors="replace").splitlines()
+            return os.read(self._reader, _READ_BYTES)
+        end = 0
+        while not end and (text := os.read(self._reader, _READ_BYTES)):
+            self._rest += text
+            end = self._rest.rfind(b"\n") + 1
+            if len(self._rest) - end >= _READ_BYTES:  # a line that is longer is split
+                end = len(self._rest)
+        end = end or len(self._rest)
+        whole, self._rest = self._rest[:end], self._rest[end:]
+        lines = whole.decode(errors="replace").splitlines()
         return "".join(f"{json_line(line)}\n" for line in lines).encode()
 
     def _tell(self, stderr: int, text: bytes) -> int:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hearth.policy.fleet.gpu_time import cost_of
 from hearth.sim.service import SimulatedService
 
 
@@ -49,7 +50,7 @@ class SimulationReport:
     bytes_moved: int
     bytes_fetched: int  #: by machines from others
     bytes_read: int  #: by machines from their disks
-    gpu_s: float  #: devices were held, until the end of the last answer: see `held_devices.py`
+    gpu_s: float  #: devices were held, until the end of the last answer: see `gpu_time.py`
     most_gpus: int  #: that were held at a time
     cost: float | None  #: of `gpu_s`; None: no price was given
     bus_share: float  #: of the time of all workers: bytes were on their way
@@ -92,8 +93,8 @@ def report_of(service: SimulatedService) -> SimulationReport:
         bytes_fetched=service.network.bytes_fetched,
         bytes_read=service.network.bytes_read,
         gpu_s=gpu_s,
-        most_gpus=service.held.most,
-        cost=None if price is None else gpu_s / 3600.0 * price,
+        most_gpus=service.fleet.gpu_time.most,
+        cost=cost_of(gpu_s, price),
         bus_share=sum(worker.loads.bus_s for worker in workers) / all_s,
         step_share=sum(worker.step_s for worker in workers) / all_s,
         num_steps=sum(worker.num_steps for worker in workers),

@@ -31,6 +31,7 @@ from hearth.policy.fleet.events import (
     LinkMeasured,
     LoadModel,
     ModelDeployed,
+    Prewarm,
     RefusePin,
     Reject,
     ReleaseWorkers,
@@ -51,7 +52,6 @@ from hearth.policy.fleet.prefixes import LENGTHS, PrefixDigest
 from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.records import Worker
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
-from hearth.sim.held_devices import HeldDevices
 from hearth.sim.network import SimulatedNetwork, Transfers
 from hearth.sim.profile import Profile
 from hearth.sim.setting import KIND, TYPICAL, Policy, SimulationSetting
@@ -167,7 +167,6 @@ class SimulatedService:
         )
         self.workers: dict[WorkerId, SteppedWorker] = {}
         self.given_back: list[SteppedWorker] = []
-        self.held = HeldDevices()
         self.gpu_s = 0.0  #: devices were held until the last answer ended
         self.answers: dict[RequestId, SimulatedAnswer] = {}
         self.now_s = 0.0
@@ -245,7 +244,7 @@ class SimulatedService:
             elif not isinstance(what, TimerFired) or what.now_s == self._timer_s:
                 self.now_s = at_s
                 self._happen(what)
-        self.gpu_s = self.held.total_s(self.now_s)
+        self.gpu_s = self.fleet.gpu_time.total_s(self.now_s)
         while self._queue:
             at_s, _, what = heapq.heappop(self._queue)
             if isinstance(what, str):
@@ -338,9 +337,9 @@ class SimulatedService:
         self._fetch(actions)
         for action in actions:
             self._carry_out(action)
-        retained = self.held.note(self.fleet)
         if self.setting.gives_back:
-            for name in retained:
+            idle = [name for name, worker in self.fleet.workers.items() if worker.is_retained]
+            for name in idle:
                 if name in self.fleet.workers:  # else the step that followed another has given it back
                     self._give_back(name)
 
@@ -430,7 +429,7 @@ class SimulatedService:
             case SetTimer(at_s):
                 self._timer_s = at_s
                 self.schedule(TimerFired(at_s))
-            case RefusePin() | AddWorkers() | ReleaseWorkers():
+            case RefusePin() | Prewarm() | AddWorkers() | ReleaseWorkers():
                 pass  # its machines are given
             case _:
                 assert_never(action)
@@ -455,12 +454,13 @@ class SimulatedService:
         """Begin to bring models to machines that are to load them."""
         lacking: dict[ModelId, dict[NodeId, None]] = {}
         for action in actions:
-            if isinstance(action, LoadModel):
-                model, node = model_of(action.model), self.fleet.workers[action.worker].node
-                if self.network.find(model, node, self.now_s) is None:
-                    lacking.setdefault(model, {})[node] = None
-                else:
-                    self.network.keep(model, node)
+            match action:
+                case LoadModel() | Prewarm(to_host=True, is_advice=False):
+                    model, node = model_of(action.model), self.fleet.workers[action.worker].node
+                    if self.network.find(model, node, self.now_s) is None:
+                        lacking.setdefault(model, {})[node] = None
+                    else:
+                        self.network.keep(model, node)
         for model, nodes in lacking.items():
             num_bytes = self._profiles[model].num_bytes
             for node, one in self.network.fetch(model, list(nodes), num_bytes, self.now_s).items():

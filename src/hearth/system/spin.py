@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Generic, TypeVar
 
+from hearth.system.cpus import num_usable_cores
 from hearth.system.native_code import native_library, remedy_for
 
 #: For how long a thread spins, at most: some steps of a small model. Nothing else may need the core.
@@ -47,7 +47,7 @@ class Spin:
 @cache
 def native_spin() -> Spin | None:
     """Return what spins in C; None: threads have to sleep. The first call compiles it."""
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = num_usable_cores()
     if num_cores < MIN_CORES:
         log.info("fallback stages=sleep reason=`%d cores, at least %d`", num_cores, MIN_CORES)
         return None

@@ -17,16 +17,18 @@ class InfillMarks:
     prefix: str
     suffix: str
     middle: str
-    stops: tuple[str, ...]  #: that end the middle; those that the tokenizer lacks do not count
+    stops: tuple[
+        str, ...
+    ]  #: that end the middle, as do the marks; those that the tokenizer lacks do not count
 
 
 MARKS = (
-    # Qwen2.5-Coder
+    # Qwen2.5-Coder, CodeGemma
     InfillMarks(
         "<|fim_prefix|>",
         "<|fim_suffix|>",
         "<|fim_middle|>",
-        ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+        ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
     ),
     # StarCoder, Granite Code
     InfillMarks("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ("<|endoftext|>", "<fim_pad>", "<file_sep>")),
@@ -56,7 +58,8 @@ def infill_tokens(tokenizer: Tokenizer, marks: InfillMarks, prefix: str, suffix:
 
 
 def stop_ids(tokenizer: Tokenizer, marks: InfillMarks) -> list[int]:
-    return [tokenizer.token_id(stop) for stop in marks.stops if tokenizer.has_token(stop)]
+    stops = (marks.prefix, marks.suffix, marks.middle, *marks.stops)
+    return [tokenizer.token_id(stop) for stop in stops if tokenizer.has_token(stop)]
 
 
 def _encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:

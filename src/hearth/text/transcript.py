@@ -49,6 +49,10 @@ class Transcript:
         rest = self._stops.flush() if finish_reason is not None else ""
         return TextDelta(safe + rest, finish_reason, offset)
 
+    def flush(self) -> str:
+        """Return the text held back, as the answer was cancelled."""
+        return self._stops.push(self._detokenizer.flush()).text + self._stops.flush()
+
     def push_all(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> str:
         """Add tokens of an answer without stop strings; `finish_reason` is that of the last."""
         assert not self.has_stop_strings, "stop strings are looked for token by token"

@@ -72,7 +72,8 @@ class HiddenPlaces:
 class FrameSender:
     """Sends frames in order and never blocks its caller: a thread sends what has to wait.
 
-    One thread calls it; any may close it.
+    One thread calls it; any may close it. The descriptor is closed by the thread if there is one: its number
+    could be another connection's while the thread sends.
     """
 
     def __init__(
@@ -81,13 +82,15 @@ class FrameSender:
         """`ended` is called by the thread once nothing can be sent any more."""
         self._connection, self._pipeline, self._ended = connection, pipeline, ended
         self._waiting: SimpleQueue[Callable[[], None] | None] | None = None
+        self._lock = threading.Lock()  #: keeps `close` out while the caller sends or starts the thread
         self._is_lost = False
 
     def send(self, frame: bytes) -> None:
         """Raises StageLost once the other end is gone."""
         if self._waiting is None and not isinstance(self._connection, ssl.SSLSocket):
             try:
-                frame = frame[self._connection.send(frame, socket.MSG_DONTWAIT) :]
+                with self._lock:
+                    frame = frame[self._connection.send(frame, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 pass  # a stage that hangs must not hold up other models here
             except OSError as error:
@@ -98,12 +101,13 @@ class FrameSender:
     def send_later(self, send: Callable[[], None]) -> None:
         """Have the thread call `send` behind all before it. Raises as `send`."""
         self.check()
-        if self._waiting is None:
-            self._waiting = SimpleQueue()
-            threading.Thread(
-                target=self._run, args=(self._waiting,), name="hearth-stage", daemon=True
-            ).start()
-        self._waiting.put(send)
+        with self._lock:
+            if self._waiting is None:
+                self._waiting = SimpleQueue()
+                threading.Thread(
+                    target=self._run, args=(self._waiting,), name="hearth-stage", daemon=True
+                ).start()
+            self._waiting.put(send)
 
     def check(self) -> None:
         """Raise StageLost if the thread could not send."""
@@ -111,9 +115,12 @@ class FrameSender:
             raise self._lost("see the log")
 
     def close(self) -> None:
-        if self._waiting is not None:
-            self._waiting.put(None)
-        shut(self._connection)
+        cut(self._connection)
+        with self._lock:
+            if self._waiting is None:
+                self._connection.close()
+            else:
+                self._waiting.put(None)
 
     def _lost(self, reason: OSError | str) -> StageLost:
         return StageLost(f"another stage of pipeline {self._pipeline} is gone: {reason}")
@@ -292,7 +299,8 @@ class StageInlet:
         return self._places.is_shared or self._read_into(hidden, num_bytes)
 
     def close(self) -> None:
-        shut(self._connection)
+        """End the connection. The receiving thread calls `end` when it notices."""
+        cut(self._connection)
 
     def end(self) -> None:
         """Close the descriptor as well, when no thread receives any more."""
@@ -364,7 +372,7 @@ class StageLinks:
 
     def close(self) -> None:
         self._outlet.close()
-        shut(self._connection)
+        cut(self._connection)
 
     def _receive(self) -> None:
         last_result = -1
@@ -385,6 +393,7 @@ class StageLinks:
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("stages_lost pipeline=%s reason=%s", self.pipeline, error)
         finally:
+            shut(self._connection)
             self._is_over = True
             self._results.put(None)
             self._arrived()
@@ -398,8 +407,13 @@ def _bytes_of(rows: torch.Tensor) -> memoryview:
     return memoryview(rows.view(torch.uint8).numpy().reshape(-1))  # type: ignore[arg-type] # torch is typed so
 
 
-def shut(connection: socket.socket) -> None:
-    """Close a connection for all threads that use it."""
+def cut(connection: socket.socket) -> None:
+    """End a connection for all threads that use it. Its descriptor stays open, for they know its number."""
     with suppress(OSError):  # the other end may have been first
         socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of TLS would go on in clear
+
+
+def shut(connection: socket.socket) -> None:
+    """End a connection and close its descriptor, which no other thread may use any more."""
+    cut(connection)
     connection.close()

@@ -233,10 +233,9 @@ class StageMember:
             return self._links
         arrival = self._arrival(has_steps=True, sender=members[self._number - 1])
         places = self._places(arrival.shared, spec, device)
-        self._inlet = self._close_later(
-            StageInlet(arrival.connection, places, self._pipeline.name, self.spin)
-        )
+        self._inlet = StageInlet(arrival.connection, places, self._pipeline.name, self.spin)
         threading.Thread(target=self._read, args=(self._inlet,), name="hearth-stage", daemon=True).start()
+        self._close_later(self._inlet)
         return None
 
     def start(self, engine: Engine) -> None:

@@ -388,7 +388,11 @@ def test_a_table_for_a_model_that_is_not_deployed_waits() -> None:
 @pytest.mark.parametrize(
     ("deployed", "name", "hint"),
     [
-        ([], "tiny", "nothing is deployed yet; deploy one with `hearth deploy SOURCE`"),
+        (
+            [],
+            "tiny",
+            "nothing is deployed yet; deploy a directory, GGUF file or hf:ORG/NAME by `hearth deploy`",
+        ),
         ([TINY], "tini", "did you mean `tiny`?"),
         ([TINY, OTHER], "zzz", "deployed: Other-1.0, tiny"),
         (

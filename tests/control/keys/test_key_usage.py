@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from hearth.control.keys import key_usage, keys
-from hearth.control.keys.key_usage import MAX_KEY_LABELS, OTHER_KEYS, KeyUsage, KeyUse, read_usage
+from hearth.control.keys.key_usage import KeyUsage, KeyUse, read_usage
 from hearth.control.keys.keys import ApiKeys
-from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.metrics import MAX_KEY_LABELS, OTHER_KEYS, Metrics
 from hearth.control.requests.caller import ANYBODY, Caller, KeyTerms
 
 
 def caller_of(path: Path, name: str) -> Caller:
     """Make a key, and return who has it."""
-    caller = ApiKeys.load(path).check(keys.add(path, name, "user", terms=KeyTerms()))
+    caller = ApiKeys.load(path).check(keys.add(path, name, "user", terms=KeyTerms()).key)
     assert caller is not None
     return caller
 

@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_key_is_known_by_its_owner_and_role(path: Path) -> None:
-    user, admin = keys.add(path, "ada", "user"), keys.add(path, "root@home", "admin")
+    user, admin = keys.add(path, "ada", "user").key, keys.add(path, "root@home", "admin").key
     known = ApiKeys.load(path)
 
     ada, root = known.check(user), known.check(admin)
@@ -36,14 +36,14 @@ def test_a_key_is_known_by_its_owner_and_role(path: Path) -> None:
 
 
 def test_what_is_no_key_is_nobodys(path: Path) -> None:
-    key = keys.add(path, "ada", "user")
+    key = keys.add(path, "ada", "user").key
     known = ApiKeys.load(path)
     for wrong in ("", "hearth-", key[:-1], key + "a", key.upper(), "\ud800", "é" * 1000, "ada"):
         assert known.check(wrong) is None
 
 
 def test_the_file_holds_no_key_and_is_for_its_owner_alone(path: Path) -> None:
-    key = keys.add(path, "ada", "user")
+    key = keys.add(path, "ada", "user").key
     text = path.read_text()
     assert key not in text
     assert key.removeprefix("hearth-") not in text
@@ -60,18 +60,18 @@ def test_equal_entries_are_told_apart_by_their_salt(path: Path) -> None:
 def test_a_running_service_learns_of_new_and_removed_keys_at_once(path: Path) -> None:
     known = ApiKeys.load(path)
     assert not known
-    key = keys.add(path, "ada", "user")
+    key = keys.add(path, "ada", "user").key
     assert known.check(key) is not None
     keys.remove(path, "ada")
     assert known.check(key) is None
-    key = keys.add(path, "ada", "user")
+    key = keys.add(path, "ada", "user").key
     assert known.check(key) is not None
     path.unlink()
     assert known.check(key) is None
 
 
 def test_a_name_has_one_key(path: Path) -> None:
-    key = keys.add(path, "ada", "user")
+    key = keys.add(path, "ada", "user").key
     with pytest.raises(NameTaken, match="holds a key named `ada` already; choose another name, or remove"):
         keys.add(path, "ada", "admin")
     assert ApiKeys.load(path).check(key) is not None
@@ -84,10 +84,12 @@ def group_of(path: Path, key: str) -> str:
 
 
 def test_a_key_shares_with_those_of_its_group_alone(path: Path) -> None:
-    ada, bob = keys.add(path, "ada", "user"), keys.add(path, "bob", "user")
-    first, second = (keys.add(path, name, "user", group="support") for name in ("s1", "s2"))
+    ada, bob = keys.add(path, "ada", "user").key, keys.add(path, "bob", "user").key
+    first, second = (keys.add(path, name, "user", group="support").key for name in ("s1", "s2"))
     # Named like a key that is its own group, and like the file tells that one.
-    named = [keys.add(path, f"n{n}", "user", group=name) for n, name in enumerate(("ada", "key", "group"))]
+    named = [
+        keys.add(path, f"n{n}", "user", group=name).key for n, name in enumerate(("ada", "key", "group"))
+    ]
 
     assert group_of(path, first) == group_of(path, second)
     assert len({group_of(path, key) for key in (ada, bob, first, *named)}) == 6
@@ -95,13 +97,13 @@ def test_a_key_shares_with_those_of_its_group_alone(path: Path) -> None:
 
 
 def test_a_key_that_is_made_anew_has_nothing_of_its_namesake(path: Path) -> None:
-    before = group_of(path, keys.add(path, "ada", "user"))
+    before = group_of(path, keys.add(path, "ada", "user").key)
     keys.remove(path, "ada")
-    assert group_of(path, keys.add(path, "ada", "user")) != before
+    assert group_of(path, keys.add(path, "ada", "user").key) != before
 
 
 def test_keys_of_a_file_without_groups_each_are_their_own(path: Path) -> None:
-    made = [keys.add(path, name, "user") for name in ("ada", "bob")]
+    made = [keys.add(path, name, "user").key for name in ("ada", "bob")]
     entries = json.loads(path.read_text())
     for entry in entries:
         del entry["group"]
@@ -132,7 +134,7 @@ def test_a_name_that_would_confuse_a_log_is_refused(path: Path, name: str) -> No
 
 def test_keys_that_are_added_at_the_same_time_are_all_kept(path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda number: keys.add(path, f"k{number}", "user"), range(16)))
+        made = list(pool.map(lambda number: keys.add(path, f"k{number}", "user").key, range(16)))
     known = ApiKeys.load(path)
     assert all(known.check(key) is not None for key in made)
 
@@ -149,10 +151,14 @@ def test_keys_that_are_added_at_the_same_time_are_all_kept(path: Path) -> None:
     ],
 )
 def test_a_file_that_cannot_be_understood_lets_nobody_in(path: Path, text: str) -> None:
-    key = keys.add(path, "ada", "user")
+    key = keys.add(path, "ada", "user").key
     known = ApiKeys.load(path)
     path.write_text(text)
-    for ask in (lambda: known.check(key), lambda: ApiKeys.load(path), lambda: keys.add(path, "bob", "user")):
+    for ask in (
+        lambda: known.check(key),
+        lambda: ApiKeys.load(path),
+        lambda: keys.add(path, "bob", "user").key,
+    ):
         with pytest.raises(ConfigError, match=r"keys.json` cannot be read as API keys: .*; move it away"):
             ask()
 
@@ -164,7 +170,7 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_limits_are_kept_with_a_key_and_a_running_service_learns_of_changes_at_once(path: Path) -> None:
-    key = keys.add(path, "ada", "user", terms=KeyTerms(KeyLimits(1, 2, 3), ("tiny",), "batch"))
+    key = keys.add(path, "ada", "user", terms=KeyTerms(KeyLimits(1, 2, 3), ("tiny",), "batch")).key
     known = ApiKeys.load(path)
     before = known.check(key)
     assert before is not None
@@ -177,7 +183,7 @@ def test_limits_are_kept_with_a_key_and_a_running_service_learns_of_changes_at_o
 
 
 def test_a_key_made_before_there_were_limits_has_none(path: Path) -> None:
-    key = keys.add(path, "ada", "user")
+    key = keys.add(path, "ada", "user").key
     (entry,) = json.loads(path.read_text())
     fields = ("name", "role", "salt", "hash", "created_at_s")
     path.write_text(json.dumps([{field: entry[field] for field in fields}]))

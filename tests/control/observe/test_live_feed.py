@@ -34,7 +34,7 @@ class Watcher:
         missing = set(names)
         while missing:
             for frame in (await anext(self._messages)).decode().split("\n\n")[:-1]:
-                name, data = frame.removeprefix("event: ").split("\ndata: ")
+                name, data = ("comment", "null") if frame == ":" else frame[7:].split("\ndata: ")
                 self.told.append((name, json.loads(data)))
                 missing.discard(name)
 
@@ -83,7 +83,9 @@ def test_a_subscriber_is_told_what_was_then_what_happens(data_dir: DataDir, depl
     with_rig(data_dir, scene)
 
 
-def test_a_key_sees_the_requests_of_its_group_and_nothing_else(data_dir: DataDir, deployed: Deployed) -> None:
+def test_a_key_is_told_of_the_requests_of_its_group_and_else_that_the_stream_lives(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
         anns = await rig.submit(ask(), ANN)
@@ -101,6 +103,8 @@ def test_a_key_sees_the_requests_of_its_group_and_nothing_else(data_dir: DataDir
                 await one.hear("requests")
             assert {row["request_id"] for row in one.rows()} == ids
         assert {name for one in (ann, eve) for name, _ in one.told} == {"hello", "requests"}
+        rig.live.sampled()
+        await ann.hear("comment")
         for one in (ann, eve, monitor):
             await one.end()
         await rig.live.close()
@@ -141,7 +145,7 @@ def test_who_reads_too_slowly_is_dropped_and_counted(data_dir: DataDir, deployed
 
 def test_the_stream_of_a_removed_key_ends(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
-        key = keys.add(data_dir.keys_path, "ann", "user")
+        key = keys.add(data_dir.keys_path, "ann", "user").key
         caller = rig.gateway.keys.check(key)
         assert caller is not None
         watcher = Watcher(rig, caller)

@@ -8,9 +8,8 @@ from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.timeline import Timeline
 from hearth.control.requests.caller import ANYBODY
-from hearth.core.messages import LoadProgress, ModelLoaded, ModelUse, Pong, RungBytes, StepDone
+from hearth.core.messages import LoadProgress, ModelLoaded, RungBytes, StepDone
 from hearth.core.types import (
-    Hold,
     Member,
     ModelId,
     Pipeline,
@@ -20,8 +19,11 @@ from hearth.core.types import (
     pipeline_name,
 )
 from hearth.policy.fleet import events
-from hearth.policy.fleet.events import RejectReason, Why
+from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.events import BrainConfig, RejectReason, Why
+from hearth.policy.fleet.fleet import Fleet
 from tests.control.shown_metrics import shown, shown_value
+from tests.policy.fleet.world import profile
 
 A = ModelId("a")
 W0, W1 = WorkerId("w0"), WorkerId("w1")
@@ -31,9 +33,9 @@ R0 = RequestId("r0")
 class Scene:
     """An observer, told of one request that arrives at 10 s."""
 
-    def __init__(self, *, takes_turns: bool = False, device_share: float = 1.0) -> None:
+    def __init__(self, *, takes_turns: bool = False) -> None:
         self._metrics = Metrics(device_hour_price=7.2)
-        self.observer = Observer(self._metrics, takes_turns=takes_turns, device_share=lambda _: device_share)
+        self.observer = Observer(self._metrics, takes_turns=takes_turns)
         self.observer.begin(Timeline(R0, A, 10.0, 0.0, 7, ANYBODY.group))
 
     def arrive(self, *actions: events.Action) -> None:
@@ -225,28 +227,25 @@ def test_the_series_of_a_removed_model_end_also_for_what_still_runs(scene: Scene
     assert 'model="a"' not in scene.shown()
 
 
-def test_a_devices_time_is_shared_out_by_the_memory_that_models_hold() -> None:
-    """Of 1000 bytes `a` holds 400 for 10 s; `b` is retained, so that anybody may have its bytes."""
-    scene = Scene(device_share=0.5)
-    scene.arrive(load(), dispatch())
-    held = ModelUse(A, Hold.WARM, True, 350, 350, 50, 90, tables_bytes=10)
-    retained = ModelUse(ModelId("b"), Hold.RETAINED, True, 500, 500, 0, 0)
-    for now_s in (20.0, 30.0):
-        pong = Pong(1, 1000, 0, 50, 0, 0, {}, (held, retained))
-        scene.observer.pool_reported(now_s, W0, pong)
-    assert scene.metric('hearth_device_seconds_total{model="a"}') == pytest.approx(0.4 * 10 * 0.5)
-    assert scene.metric('hearth_cost_total{model="a"}') == pytest.approx(2.0 * 7.2 / 3600)
-    assert 'model="b"' not in scene.shown()
-
-
-def test_a_lost_worker_costs_no_time_until_its_successor_reports() -> None:
-    scene = Scene()
-    scene.arrive(load(), dispatch())
-    pong = Pong(1, 1000, 0, 0, 0, 0, {}, (ModelUse(A, Hold.WARM, True, 1000, 1000, 0, 0),))
-    scene.observer.pool_reported(20.0, W0, pong)
-    scene.observer.observe(events.WorkerLost(21.0, W0), [])
-    scene.observer.pool_reported(100.0, W0, pong)
-    assert scene.metric('hearth_device_seconds_total{model="a"}') == 0
+def test_models_and_keys_are_charged_for_the_time_of_devices() -> None:
+    """`a` holds half of a shared device, and a request of key `k` runs from 10 to 16 s."""
+    scene, fleet = Scene(), Fleet(BrainConfig())
+    for event in (
+        events.ModelDeployed(0.0, profile("a")),
+        events.WorkerJoined(0.0, W0, "cuda", 100, device_share=0.5),
+        events.RequestArrived(10.0, R0, A, 7, None, key="k"),
+    ):
+        step(fleet, event)
+    for now_s in (14.0, 14.5, 16.0):
+        scene.observer.charge(fleet.gpu_time, now_s)
+    assert scene.metric('hearth_device_seconds_total{model="a"}') == pytest.approx(3.0)
+    step(fleet, events.RequestFinished(16.0, R0, 5))
+    scene.observer.charge(fleet.gpu_time, 18.0)
+    assert scene.metric('hearth_device_seconds_total{model="a"}') == pytest.approx(4.0)
+    assert scene.metric('hearth_idle_device_seconds_total{model="a"}') == pytest.approx(1.0)
+    assert scene.metric('hearth_cost_total{model="a"}') == pytest.approx(4.0 * 7.2 / 3600)
+    assert scene.metric('hearth_key_device_seconds_total{key="k"}') == pytest.approx(3.0)
+    assert scene.metric('hearth_key_cost_total{key="k"}') == pytest.approx(3.0 * 7.2 / 3600)
 
 
 def test_a_load_begins_with_the_turn_that_it_waits_for() -> None:

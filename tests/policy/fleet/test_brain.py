@@ -195,8 +195,7 @@ def test_a_model_that_only_other_nodes_may_run_is_refused_with_its_labels_and_th
     desk.deploy(replace(profile("a", kinds=()), labels=("zone=a",)))
     (reject,) = of(Reject, desk.ask("r1", "a"))
     assert reject.reason is RejectReason.NEVER_FITS
-    assert "needs nodes labelled zone=a, which `cuda` is not" in reject.message
-    assert "needs nodes labelled zone=a, which `cuda zone=b` is not" in reject.message
+    assert "needs nodes labelled zone=a, which `cuda`, `cuda zone=b` are not" in reject.message
     assert "start a node with such `cluster.labels`" in reject.message
     desk.deploy(replace(profile("a", kinds=("cuda zone=a",)), labels=("zone=a",)))
     desk.join("n2/w0", kind="cuda zone=a")
@@ -204,6 +203,21 @@ def test_a_model_that_only_other_nodes_may_run_is_refused_with_its_labels_and_th
     assert sent.worker == "n2/w0"
     obstacles = [option.obstacle for option in sent.options if option.worker == "w0"]
     assert obstacles == ["it needs nodes labelled zone=a, which `cuda` is not"]
+
+
+def test_who_needs_a_drained_node_waits_for_it_and_others_that_fit_nowhere_are_refused() -> None:
+    desk = Desk()
+    desk.join("w0")
+    desk.join("n1/w0", kind="cuda zone=b")
+    desk.deploy(profile("huge", 200), profile("b", kinds=("cuda zone=b",)))
+    desk.deploy(profile("a", kinds=()))
+    desk.drain_node("n1")
+    assert of(Reject, desk.ask("r1", "b")) == []
+    for request, model in (("r2", "huge"), ("r3", "a")):
+        (reject,) = of(Reject, desk.ask(request, model))
+        assert reject.reason is RejectReason.NEVER_FITS
+    (sent,) = of(Dispatch, desk.drain_node("n1", undo=True))
+    assert (sent.request_id, sent.worker) == ("r1", "n1/w0")
 
 
 def test_a_request_waits_for_the_first_worker() -> None:

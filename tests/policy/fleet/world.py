@@ -23,6 +23,7 @@ from hearth.policy.fleet.events import (
     Action,
     BrainConfig,
     ComputedPrompt,
+    DemandForecast,
     DeviceReported,
     Dispatch,
     End,
@@ -39,6 +40,7 @@ from hearth.policy.fleet.events import (
     NodeDraining,
     NodeLost,
     PressureReported,
+    Prewarming,
     Reject,
     RejectReason,
     RequestArrived,
@@ -409,6 +411,11 @@ class World:
                 demand_tokens = (0, 50, 90, 150, 250)[number // 7 % 5]
                 self.tell(PressureReported(self.now_s, one.worker.name, chosen, demand_tokens, 100))
 
+    def forecast(self, number: int) -> None:
+        rates = tuple((0.0, 0.05, 0.3, 5.0)[number // by % 4] for by in (6, 24, 96))
+        model = MODELS[number % len(MODELS)]
+        self.tell(DemandForecast(self.now_s, model, 5.0, rates, tuple(2 * per_s for per_s in rates)))
+
     def begin_turn(self, number: int) -> None:
         if chosen := _pick(self._next_in_turn(), number):
             self.tell(TurnBegan(self.now_s, chosen[1], chosen[0]))
@@ -572,6 +579,7 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "report": World.report,
     "report_device": World.report_device,
     "press": World.press,
+    "forecast": World.forecast,
     "begin_turn": World.begin_turn,
     "end_turn": World.end_turn,
     "fail": World.fail,
@@ -609,6 +617,7 @@ CONFIGS = st.builds(
     takes_turns=st.booleans(),
     while_loading=st.sampled_from([None, ALWAYS]),
     first_token_s=st.sampled_from([None, 0.0, 1.0]),
+    prewarming=st.sampled_from([None, None, Prewarming(0.5), Prewarming(0.5, is_advice=True)]),
 )
 Moves = Sequence[tuple[str, int]]
 

@@ -170,6 +170,24 @@ def _set(*path: str | int, to: object) -> Callable[[Raw], object]:
     return edit
 
 
+ROPE: Raw = {
+    "theta": 1e4,
+    "dim": 16,
+    "linear_factor": 1.0,
+    "llama3": None,
+    "longrope": None,
+    "magnitude": 1.0,
+}
+YARN: Raw = {
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "is_truncated": True,
+    "original_max_positions": 64,
+}
+LONGROPE: Raw = {"short": [1.0] * 8, "long": [1.0] * 8, "original_max_positions": 64}
+
+
 def _twice(raw: Raw) -> None:
     files = raw["files"]
     assert isinstance(files, list)
@@ -219,6 +237,29 @@ def _twice(raw: Raw) -> None:
             r"here\.arch\.norm_eps: unsupported value: nan",
         ),
         (_set("arch", "ropes", 0, "theta", to=float("inf")), r"ropes\[0\]\.theta: unsupported value: inf"),
+        (_set("arch", "score_cap", to=0.0), r"here: `arch\.score_cap` must be a number from 1\.2e-38 to"),
+        (_set("arch", "logit_cap", to=-30.0), r"`arch\.logit_cap` must be a number .* given: -30\.0"),
+        (_set("arch", "ropes", 0, "linear_factor", to=0.0), r"`arch\.ropes\[0\]\.linear_factor` must be"),
+        (
+            _set("arch", "ropes", 0, "yarn", to={**YARN, "beta_fast": 0.0}),
+            r"ropes\[0\]\.yarn\.beta_fast` must",
+        ),
+        (
+            _set("arch", "ropes", 0, "yarn", to={**YARN, "original_max_positions": 0}),
+            r"`original_max_positions` from 1 to 2147483647, given: 0",
+        ),
+        (
+            _set("arch", "ropes", 0, to={**ROPE, "yarn": YARN, "theta": 1.0}),
+            r"with `yarn` must have a `theta` above 1\.0, given: 1\.0",
+        ),
+        (
+            _set("arch", "ropes", 0, "longrope", to={**LONGROPE, "long": [1.0] * 7}),
+            r"must have 8 divisors in `short` and in `long` of `longrope`, given: 8 and 7",
+        ),
+        (
+            _set("arch", "ropes", 0, "longrope", to={**LONGROPE, "short": [1.0] * 7 + [0.0]}),
+            r"`arch\.ropes\[0\]\.longrope\.short\[7\]` must be a number",
+        ),
         (_set("arch", "norm_eps", to=True), r"here\.arch\.norm_eps: Expected `float`, got `bool`"),
         (_set("arch", "vocab_size", to=10**9), r"`tensors` are not those of its `arch`"),
         (_set("arch", "max_positions", to=2**60), r"`arch\.max_positions` must be at most 2147483647"),

@@ -8,6 +8,7 @@ import { Empty, Swatch } from "/web/parts.js";
 const STEP_S = 10;
 const TIERS = ["device", "host", "disk", "peer", "object"];
 const line = (name, color, get, style) => ({ name, color, get, style });
+const POWERS = Array.from({ length: 45 }, (_, power) => 2 ** power); // steps of axes in bytes
 const perMinute = (count) => (count * 60) / STEP_S;
 
 const CHARTS = [
@@ -21,12 +22,12 @@ const CHARTS = [
     line("prompt", "--model-1", (one) => one.prompt_tokens / STEP_S),
   ] },
   { title: "Time to the first token", format: seconds, series: [
-    line("half of them", "--accent", (one) => one.first_token?.p50_s ?? null),
-    line("95%", "--model-3", (one) => one.first_token?.p95_s ?? null),
+    line("p50", "--accent", (one) => one.first_token?.p50_s ?? null),
+    line("p95", "--model-3", (one) => one.first_token?.p95_s ?? null),
   ] },
   { title: "Time between tokens", format: seconds, series: [
-    line("half of them", "--accent", (one) => one.inter_token?.p50_s ?? null),
-    line("95%", "--model-3", (one) => one.inter_token?.p95_s ?? null),
+    line("p50", "--accent", (one) => one.inter_token?.p50_s ?? null),
+    line("p95", "--model-3", (one) => one.inter_token?.p95_s ?? null),
   ] },
   { title: "Loads a minute, by the slowest tier", format: number, stacked: true, series: TIERS.map((tier, index) =>
     line(tier, ["--quiet", "--good", "--model-1", "--accent", "--bad"][index], (one) => perMinute(one.loads[tier] ?? 0))) },
@@ -77,7 +78,7 @@ function Chart({ chart, samples }) {
       plot.current?.destroy();
       const series = shown.map((one) => {
         const color = colourOf(one.color);
-        return { stroke: color, width: chart.stacked ? 0 : 1.75, fill: chart.stacked ? color : undefined, points: { show: samples.length < 3 }, spanGaps: false,
+        return { stroke: color, width: chart.stacked ? 0 : 1.75, fill: chart.stacked ? color : undefined, points: chart.stacked ? { show: false } : { filter: (plotted, index) => lonely(plotted.data[index]) }, spanGaps: false,
           paths: chart.stacked ? uPlot.paths.bars({ size: [1, 40] }) : undefined };
       });
       if (chart.stacked) series.reverse();
@@ -85,7 +86,7 @@ function Chart({ chart, samples }) {
       plot.current = new uPlot({
         width: box.current.clientWidth, height: 150, padding: [6, 8, 0, 0], legend: { show: false }, cursor: { y: false, points: { show: !chart.stacked } },
         scales: { x: { range: (_, first, last) => [Math.max(last - 3600, Math.min(first, last - 600)), last] }, y: { range: (_, low, high) => [0, chart.most ?? Math.max(high * 1.1 || 0, 1e-3)] } },
-        axes: [{ ...axis, space: 70, size: 30, values: (_, splits) => splits.map((at) => new Date(at * 1000).toTimeString().slice(0, 5)) }, { ...axis, size: 64, values: (_, splits) => splits.map((value) => chart.format(value)) }],
+        axes: [{ ...axis, space: 70, size: 30, values: (_, splits) => splits.map((at) => new Date(at * 1000).toTimeString().slice(0, 5)) }, { ...axis, size: 64, ...(chart.format === bytes ? { incrs: POWERS } : {}), values: (_, splits) => splits.map((value) => chart.format(value).replace(/\.0+ /, " ")) }],
         series: [{}, ...series],
         hooks: { setCursor: [(u) => setAt(u.cursor.idx ?? null)] },
       }, data(), box.current);
@@ -117,6 +118,9 @@ function Chart({ chart, samples }) {
     </figure>`;
 }
 
+// A value between two gaps is no line, so it is drawn as a point.
+const lonely = (values) => values.flatMap((value, at) => (value !== null && (values[at - 1] ?? null) === null && (values[at + 1] ?? null) === null ? [at] : []));
+
 function ByModel({ history }) {
   const rows = Object.entries(history.models).sort(([, a], [, b]) => b.device_s - a.device_s);
   if (!rows.length) return null;
@@ -125,7 +129,7 @@ function ByModel({ history }) {
     <section>
       <h2>By model, since ${new Date(history.since_s * 1000).toTimeString().slice(0, 5)}</h2>
       <div class="scroll card"><table>
-        <thead><tr><th>model</th><th class="figure">requests</th><th class="figure">output tokens</th><th class="figure">first token</th><th class="figure">device time</th><th class="figure">of it busy</th>${hasCost && html`<th class="figure">cost</th>`}</tr></thead>
+        <thead><tr><th>model</th><th class="figure">requests</th><th class="figure">output tokens</th><th class="figure">first token p50 · p95</th><th class="figure">device time</th><th class="figure">busy</th>${hasCost && html`<th class="figure">cost</th>`}</tr></thead>
         <tbody>${rows.slice(0, 50).map(([name, one]) => html`<tr key=${name}>
           <td><${Swatch} model=${name} />${name}</td><td class="figure">${number(one.num_requests)}</td><td class="figure">${number(one.output_tokens)}</td>
           <td class="figure">${one.first_token ? `${seconds(one.first_token.p50_s)} · ${seconds(one.first_token.p95_s)}` : "–"}</td>

@@ -10,7 +10,7 @@ import { number, seconds } from "/web/format.js";
 
 // Kept while other pages are shown.
 const kept = { model: "", turns: [], settings: { system: "", temperature: "", top_p: "", top_k: "", min_p: "", max_tokens: "512", seed: "", repetition_penalty: "" } };
-const NUMBERS = { temperature: "Temperature", top_p: "Top p", top_k: "Top k", min_p: "Min p", repetition_penalty: "Repetition penalty", max_tokens: "Most tokens", seed: "Seed" };
+const NUMBERS = { temperature: "Temperature", top_p: "Top p", top_k: "Top k", min_p: "Min p", repetition_penalty: "Repetition penalty", max_tokens: "Max tokens", seed: "Seed" };
 
 function bodyOf(model, turns, settings) {
   const messages = turns.map(({ role, content }) => ({ role, content }));
@@ -110,7 +110,7 @@ function Turn({ turn }) {
       ${turn.reasoning && html`<details class="thinking"><summary>${turn.content ? "Thought" : "Thinking …"}</summary><div class="text muted">${turn.reasoning}</div></details>`}
       ${turn.content ? html`<${Text} text=${turn.content} />` : !turn.isOver && !turn.reasoning && html`<p class="muted">Waiting for the first token …</p>`}
       ${turn.error && html`<p class="warning" role="alert">${turn.error}</p>`}
-      ${turn.finish === "length" && html`<small class="muted">cut off: it has reached the most tokens</small>`}
+      ${turn.finish === "length" && html`<small class="muted">stopped at the limit of tokens</small>`}
       ${turn.finish === "cancelled" && html`<small class="muted">stopped</small>`}
     </div>`;
 }

@@ -4,7 +4,7 @@ const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 export function bytes(count) {
   let unit = 0;
-  while (count >= 1024 && unit < UNITS.length - 1) {
+  while (count >= 1000 && unit < UNITS.length - 1) { // 1023 MiB would stand beside 1.00 GiB
     count /= 1024;
     unit += 1;
   }
@@ -15,6 +15,7 @@ export function bytes(count) {
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 0) return `-${seconds(-value)}`;
+  if (value === 0) return "0 s";
   if (value < 0.01) return `${(value * 1000).toFixed(1)} ms`;
   if (value < 1) return `${Math.round(value * 1000)} ms`;
   if (value < 60) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
@@ -43,13 +44,17 @@ export function clock(at_s) {
   return `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
 }
 
+// A time in whole units, for what passes while it is read.
+export function about(value_s) {
+  if (value_s < 90) return `${Math.round(Math.max(0, value_s))} s`;
+  if (value_s < 5400) return `${Math.round(value_s / 60)} min`;
+  if (value_s < 129600) return `${Math.round(value_s / 3600)} h`;
+  return `${Math.round(value_s / 86400)} days`;
+}
+
 export function ago(at_s) {
   const since_s = Date.now() / 1000 - at_s;
-  if (since_s < 5) return "now";
-  if (since_s < 90) return `${Math.round(since_s)} s ago`;
-  if (since_s < 5400) return `${Math.round(since_s / 60)} min ago`;
-  if (since_s < 129600) return `${Math.round(since_s / 3600)} h ago`;
-  return `${Math.round(since_s / 86400)} days ago`;
+  return since_s < 5 ? "now" : `${about(since_s)} ago`;
 }
 
 export const words = (name) => name.replaceAll("_", " ");

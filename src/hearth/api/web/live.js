@@ -164,6 +164,7 @@ function listen() {
     live.decisions = [...live.decisions, ...decisions.filter((one) => one.number > known)].slice(-MAX_DECISIONS);
   });
   on("sample", (sample) => {
+    if (live.samples.length && sample.at_s <= live.samples.at(-1).at_s) return; // the history had it
     live.samples = [...live.samples, sample].slice(-MAX_SAMPLES);
   });
   source.onerror = () => {

@@ -1,7 +1,7 @@
 // The machine: the memory of every worker as it is now, nodes, links and pipelines.
 
 import { html } from "/web/vendor/preact.js";
-import { bytes, colour, groupBy, plural, seconds } from "/web/format.js";
+import { about, bytes, colour, groupBy, plural, seconds } from "/web/format.js";
 import { useLive } from "/web/live.js";
 import { Empty, Meter, Pill, Swatch } from "/web/parts.js";
 
@@ -127,7 +127,7 @@ function Resident({ one }) {
       <span class="weights"><${Meter} share=${one.loaded_bytes / Math.max(1, one.total_bytes)} color=${colour(one.model)} label=${`${bytes(one.loaded_bytes)} of ${bytes(one.total_bytes)} loaded`} />
         <span class="muted">${bytes(one.loaded_bytes)} of ${bytes(one.total_bytes)}</span></span>
       <span class="muted wide">${kv}</span>
-      <span class="muted">${one.num_running ? `${one.num_running}${one.max_seqs ? ` of ${one.max_seqs}` : ""} running` : one.expires_in_s !== null ? `warm for ${seconds(Math.max(0, one.expires_in_s))}` : ""}${one.is_pin_refused ? "cannot be pinned" : ""}</span>
+      <span class="muted">${one.num_running ? `${one.num_running}${one.max_seqs ? ` of ${one.max_seqs}` : ""} running` : one.expires_in_s !== null ? `warm for ${about(one.expires_in_s)}` : ""}${one.is_pin_refused ? "cannot be pinned" : ""}</span>
       ${one.adapters.length > 0 && html`<span class="adapters muted">+ ${one.adapters.slice(0, 8).map((adapter) => `${adapter.name} (${bytes(adapter.num_bytes)}${adapter.num_running ? `, ${adapter.num_running} running` : ""})`).join(", ")}${one.adapters.length > 8 ? ` and ${one.adapters.length - 8} more` : ""}</span>`}
     </div>`;
 }

@@ -1,7 +1,7 @@
 // The deployed models: where they are, how fast they answer, and what can be done with them.
 
 import { html, useEffect, useMemo, useState } from "/web/vendor/preact.js";
-import { ago, bytes, groupBy, number, parameters, plural, seconds } from "/web/format.js";
+import { about, ago, bytes, groupBy, number, parameters, plural, seconds } from "/web/format.js";
 import { call, changed, isAdmin, isMonitor, streamed, useLive } from "/web/live.js";
 import { Dialog, Drawer, Empty, Field, List, Meter, Pill, Swatch, attempt, isPhone, say } from "/web/parts.js";
 
@@ -53,7 +53,7 @@ export function Models({ detail, go }) {
         ? html`<${List}
             rows=${rows} rowHeight=${isPhone() ? 64 : 44} keyOf=${(row) => row.name} label="Models" selected=${detail}
             onSelect=${(name) => go(`models/${encodeURIComponent(name)}`)}
-            head=${html`<div class="row head model" aria-hidden="true"><span>model</span><span>state</span><span>where</span><span class="figure">size</span><span class="figure">requests</span><span class="figure">first token, half</span><span class="figure">95%</span><span>last cold start</span></div>`}
+            head=${html`<div class="row head model" aria-hidden="true"><span>model</span><span>state</span><span>where</span><span class="figure">size</span><span class="figure">requests</span><span class="figure">first token p50</span><span class="figure">p95</span><span>last cold start</span></div>`}
             draw=${(row) => html`<${Row} row=${row} host=${state?.host_bytes[row.base ?? row.name]} />`}
           />`
         : html`<${Empty}>${models.length ? "No model fits this search." : "No models are deployed. Deploy one here, or with hearth deploy SOURCE."}<//>`}
@@ -121,7 +121,7 @@ function Detail({ model, residents, sums, ask, go }) {
         <div><dt>size</dt><dd>${bytes(model.num_bytes)}</dd></div>
         <div><dt>type</dt><dd>${model.dtype}${model.quant !== "none" ? `, ${model.quant}` : ""}</dd></div>
         <div><dt>context</dt><dd>${number(model.max_context)} tokens</dd></div>
-        <div><dt>keep alive</dt><dd>${model.keep_alive_s === null ? "for ever" : seconds(model.keep_alive_s)}</dd></div>
+        <div><dt>keep alive</dt><dd>${model.keep_alive_s === null ? "for ever" : about(model.keep_alive_s)}</dd></div>
         <div><dt>deployed</dt><dd>${ago(model.created_at_s)}</dd></div>
         ${model.aliases.length > 0 && html`<div><dt>also called</dt><dd>${model.aliases.join(", ")}</dd></div>`}
         ${model.base && html`<div><dt>${model.preset ? "preset" : "adapter"} of</dt><dd>${model.base}</dd></div>`}

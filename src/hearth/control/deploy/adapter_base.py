@@ -26,7 +26,7 @@ def find_base(order: DeployOrder, trained_on: str | None, data_dir: DataDir) -> 
             base is ambiguous.
         UnknownModel: the ordered base is not deployed.
     """
-    if order.dtype != "auto" or order.quant != "none":
+    if order.dtype != "auto" or order.quant not in ("auto", "none"):
         raise RequestError(
             "an adapter is stored as its base is computed; deploy it without `dtype` and `quant`, given: "
             f"{order.dtype}, {order.quant}"

@@ -324,7 +324,7 @@ class Catalog:
             num_bytes=facts.num_bytes,
             num_parameters=facts.num_parameters,
             dtype=facts.dtype,
-            quant=facts.quant,
+            quant=facts.brief_quant,
             family=facts.family,
             max_context=entry.max_context,
             has_chat_template=facts.has_chat_template,

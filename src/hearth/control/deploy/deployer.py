@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import msgspec
@@ -136,13 +135,12 @@ def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
     arch = manifest.arch
     # A description of the same model in float32 knows how many bytes that takes.
     wide = Manifest.of(arch, "float32", manifest.quant, (), manifest.chunk_bytes, {})
-    weights = [spec.shape for spec in manifest.tensors if not spec.name.endswith(".scale")]
     return Facts(
         num_bytes=manifest.num_bytes,
         wide_bytes=wide.num_bytes,
         dtype=manifest.dtype,
         quant=manifest.quant,
-        num_parameters=sum(map(prod, weights)),
+        num_parameters=manifest.num_parameters,
         largest_bytes=max(spec.nbytes for spec in manifest.tensors),
         dimensions=arch.dimensions,
         max_positions=arch.max_positions,
@@ -159,10 +157,10 @@ def _parts_of(manifest: Manifest) -> PartBytes | None:
     arch, layout, num_layers = manifest.arch, manifest.layout, manifest.arch.num_layers
     if num_layers == 1:
         return None
-    layers = [spec for spec in layout.tensors if spec.name.startswith("layers.")]
-    layer_bytes = sum(spec.end - spec.offset for spec in layers) // num_layers
+    sizes = [part.end - part.begin for part in manifest.layers]
     first, last = layout.only(arch, range(1)), layout.only(arch, range(num_layers - 1, num_layers))
-    return PartBytes(layer_bytes, first.own_bytes - layer_bytes, last.own_bytes - layer_bytes)
+    # Layers of a quantised model may differ: any range of them must fit.
+    return PartBytes(max(sizes), first.own_bytes - sizes[0], last.own_bytes - sizes[-1])
 
 
 def _refuse_taken(name: str, overwrite: bool, data_dir: DataDir) -> None:

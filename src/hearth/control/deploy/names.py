@@ -122,7 +122,7 @@ def _describe_known(name: str, known: Sequence[str], nearest: NearestName) -> st
     if (meant := nearest.find(name)) is not None:
         return f"did you mean `{meant}`?"
     if not known:
-        return "nothing is deployed yet; deploy one with `hearth deploy SOURCE`"
+        return "nothing is deployed yet; deploy a directory, GGUF file or hf:ORG/NAME by `hearth deploy`"
     return f"deployed: {listed(known)}"
 
 

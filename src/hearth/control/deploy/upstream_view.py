@@ -28,8 +28,8 @@ def _deploy_command(deployed: Deployed | DeployedAdapter) -> str:
     source, kept = deployed.source, ""
     if isinstance(deployed, DeployedAdapter):
         kept = f" --base {deployed.base}"
-    elif source.startswith("hf:") and deployed.facts.quant != "none":
-        kept = f" --quant {deployed.facts.quant}"  # a URL has converted models, quantised or not
+    elif source.startswith("hf:") and deployed.facts.quant in ("int8", "fp8", "int4"):
+        kept = f" --quant {deployed.facts.quant}"  # others are as in the source; a URL has converted models
     if not source.startswith("hf:"):
         source = parse_address(source).url
     return f"hearth deploy {source} --name {deployed.name}{kept} --overwrite"

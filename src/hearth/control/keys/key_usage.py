@@ -23,10 +23,6 @@ from hearth.core.errors import ConfigError
 
 #: The time from a change to its being written.
 WRITE_S = 5.0
-#: The most keys that metrics count by name; all others are counted as one.
-MAX_KEY_LABELS = 64
-#: The label of those: no key can have it as its name.
-OTHER_KEYS = "_other"
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +99,6 @@ class KeyUsage:
     def __init__(self, path: Path, known_ids: Callable[[], set[KeyId]], metrics: Metrics) -> None:
         """`known_ids` returns the existing keys, the only ones kept, or raises ConfigError."""
         self._path, self._known_ids, self._metrics = path, known_ids, metrics
-        self._labels: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Task[None] | None = None
         self._fault: str | None = None  #: why the file was not written, as was logged; None: it was
@@ -130,10 +125,7 @@ class KeyUsage:
             self._timer = asyncio.get_running_loop().call_later(WRITE_S, self._write_soon)
 
     def label(self, caller: Caller) -> str:
-        if caller.name not in self._labels and len(self._labels) == MAX_KEY_LABELS:
-            return OTHER_KEYS
-        self._labels.add(caller.name)
-        return caller.name
+        return self._metrics.key_label(caller.name)
 
     @property
     def note(self) -> str | None:

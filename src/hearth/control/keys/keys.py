@@ -44,6 +44,12 @@ class KeyInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class NewKey:
+    key: str
+    info: KeyInfo
+
+
+@dataclass(frozen=True, slots=True)
 class _StoredKey:
     name: str
     role: Role
@@ -87,7 +93,7 @@ class _StoredKey:
         return Caller(self.name, self.role, GroupId(group), self.terms, self.key_id)
 
 
-def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyTerms | None = None) -> str:
+def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyTerms | None = None) -> NewKey:
     """Make a key and return it; it cannot be shown again. Raises RequestError and ConfigError."""
     terms = terms or KeyTerms()
     _check_terms(terms)
@@ -102,12 +108,13 @@ def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyT
                 f"`{path}` holds a key named `{name}` already; choose another name, or remove that one first"
             )
         entry = _StoredKey(name, role, salt.hex(), _hash(key, salt).hex(), time.time(), group)
-        _write(path, [*entries, entry.with_terms(terms)])
-    return key
+        entry = entry.with_terms(terms)
+        _write(path, [*entries, entry])
+    return NewKey(key, entry.info)
 
 
-def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyTerms:
-    """Change the terms of a key and return them. Raises RequestError and ConfigError."""
+def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyInfo:
+    """Change the terms of a key. Raises RequestError and ConfigError."""
     with _changing(path):
         entries = _read(path)
         known = next((entry for entry in entries if entry.name == name), None)
@@ -115,8 +122,9 @@ def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyT
             raise _unknown(path, name, entries)
         terms = alter(known.terms)
         _check_terms(terms)
-        _write(path, [entry.with_terms(terms) if entry is known else entry for entry in entries])
-    return terms
+        changed = known.with_terms(terms)
+        _write(path, [changed if entry is known else entry for entry in entries])
+    return changed.info
 
 
 def remove(path: Path, name: str) -> None:

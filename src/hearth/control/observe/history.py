@@ -17,6 +17,7 @@ from hearth.control.observe.model_metrics import FIRST_TOKEN_S, INTER_TOKEN_S, M
 from hearth.control.observe.views import ProcessView
 from hearth.core.types import FinishReason, model_of
 from hearth.policy.fleet import events
+from hearth.policy.fleet.gpu_time import cost_of
 
 STEP_S = 10.0
 NUM_SAMPLES = 360
@@ -211,7 +212,7 @@ class History:
                 first_token=percentiles(FIRST_TOKEN_S, grown.first_token),
                 device_s=grown.device_s,
                 busy_s=grown.busy_s,
-                cost=None if self._price is None else grown.device_s * self._price / 3600.0,
+                cost=cost_of(grown.device_s, self._price),
                 last_load=self._last_loads.get(name),
             )
         return HistoryView(STEP_S, since_s, tuple(self._samples), models)

@@ -135,6 +135,8 @@ class LiveFeed:
         for one in list(self._subscribers):
             if not self._is_current(one.caller):
                 self._drop(one)
+            elif not one.caller.has_role("monitor"):
+                self._send(one, b":\n\n")  # a comment, for proxies end streams that are silent
         self._has_sample = self._is_state_stale = True
         if self._subscribers:
             self._wake()
@@ -174,6 +176,7 @@ class LiveFeed:
     def _drop(self, one: _Subscriber) -> None:
         self._subscribers.remove(one)
         one.is_dropped.set()
+        one.queue = asyncio.Queue()  # a connection that is not read may last, but not what it was to send
 
     async def _run(self) -> None:
         """Send what has changed for as long as there are subscribers."""
@@ -206,12 +209,15 @@ class LiveFeed:
             if not message:
                 continue
             num_bytes = max(num_bytes, len(message))
-            try:
-                one.queue.put_nowait(message)
-            except asyncio.QueueFull:
-                self._metrics.fallbacks.labels("dashboard_dropped").inc()
-                self._drop(one)
+            self._send(one, message)
         return num_bytes
+
+    def _send(self, one: _Subscriber, message: bytes) -> None:
+        try:
+            one.queue.put_nowait(message)
+        except asyncio.QueueFull:
+            self._metrics.fallbacks.labels("dashboard_dropped").inc()
+            self._drop(one)
 
     def _changed_requests(self) -> list[Timeline]:
         changed = list[Timeline]()

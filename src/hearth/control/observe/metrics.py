@@ -31,6 +31,10 @@ _ADAPTER_LOAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0,
 _COLD_START_S = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 NO_ROUTE = "none"
+#: The most keys that are counted by name; all others are counted as one.
+MAX_KEY_LABELS = 64
+#: The label of those: no key can have it as its name.
+OTHER_KEYS = "_other"
 
 # They would double the series of counters.
 disable_created_metrics()  # type: ignore[no-untyped-call] # it takes and returns nothing
@@ -66,6 +70,8 @@ class Metrics:
     def __init__(self, device_hour_price: float | None = None) -> None:
         self.registry = CollectorRegistry()  #: of all metrics but those by model
         self.models = ModelMetrics(device_hour_price)
+        self.device_hour_price = device_hour_price
+        self._key_labels: set[str] = set()
         ProcessCollector(registry=self.registry)
         Info("hearth_build", "The running version.", registry=self.registry).info(
             {"version": hearth_version(), "python": platform.python_version()}
@@ -167,11 +173,23 @@ class Metrics:
         self.key_output_tokens = self._counter(
             "hearth_key_output_tokens", "Tokens of answers, by API key.", "key"
         )
+        self.key_device_s = self._counter(
+            "hearth_key_device_seconds", "Device time of requests, by API key.", "key"
+        )
+        self.key_cost = self._counter(
+            "hearth_key_cost", "Cost of hearth_key_device_seconds_total, if there is a price.", "key"
+        )
         self.key_refusals = self._counter(
             "hearth_key_refusals", "Requests refused by a limit of their API key.", "key", "limit"
         )
         self.snapshots = self._counter("hearth_snapshots", "Snapshots of models, by outcome.", "outcome")
         self.fallbacks = self._counter("hearth_fallbacks", "Fallbacks taken.", "what")
+
+    def key_label(self, name: str) -> str:
+        if name not in self._key_labels and len(self._key_labels) == MAX_KEY_LABELS:
+            return OTHER_KEYS
+        self._key_labels.add(name)
+        return name
 
     def loaded(self, ready: ModelReady) -> None:
         for use in ready.rungs:

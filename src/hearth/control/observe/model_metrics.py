@@ -13,13 +13,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
+from hearth.policy.fleet.gpu_time import SECONDS_PER_HOUR
+
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _WHOLE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MAX_MODEL_LABELS = 200
 #: The label of all others; not a valid name of a model.
 OTHER_MODELS = "_other"
-_SECONDS_PER_HOUR = 3600.0
 
 
 class Latencies:
@@ -60,6 +61,7 @@ class ModelSeries:
         "busy_s",
         "device_s",
         "first_token",
+        "idle_s",
         "inter_token",
         "loads",
         "num_output_tokens",
@@ -79,7 +81,8 @@ class ModelSeries:
         self.turns: Counter[str] = Counter()  #: by why they ended
         self.loads: Counter[str] = Counter()  #: by tier
         self.busy_s = 0.0  #: of steps
-        self.device_s = 0.0  #: of devices, by the share of their memory that the model held
+        self.device_s = 0.0  #: of devices that the model held: see `GpuTime`
+        self.idle_s = 0.0  #: of it, without requests
 
 
 class ModelMetrics:
@@ -152,11 +155,16 @@ class ModelMetrics:
         )
         yield self._counter(
             "hearth_device_seconds_total",
-            "Device time by the share of memory that models hold.",
+            "Device time that models hold.",
             lambda one: one.device_s,
         )
+        yield self._counter(
+            "hearth_idle_device_seconds_total",
+            "Device time that models hold without a running request.",
+            lambda one: one.idle_s,
+        )
         if (price := self._device_hour_price) is not None:
-            per_s = price / _SECONDS_PER_HOUR
+            per_s = price / SECONDS_PER_HOUR
             yield self._counter(
                 "hearth_cost_total",
                 "Cost of hearth_device_seconds_total, in the currency of service.device_hour_price.",

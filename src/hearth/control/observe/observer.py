@@ -8,21 +8,22 @@ simulation is measured like the service.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from hearth.control.observe.charges import Charges
 from hearth.control.observe.explanation import explain
 from hearth.control.observe.load_log import LoadLog, LoadLogs
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.model_metrics import ModelSeries
-from hearth.control.observe.pool_views import held_bytes
 from hearth.control.observe.timeline import Timeline, Timelines
 from hearth.control.observe.views import Explanation
 from hearth.control.requests.active_request import ActiveRequest
 from hearth.control.requests.caller import Caller
-from hearth.core.messages import AdapterLoaded, LoadProgress, ModelLoaded, Pong, StepDone
+from hearth.core.messages import AdapterLoaded, LoadProgress, ModelLoaded, StepDone
 from hearth.core.types import FinishReason, ModelId, Pipeline, RequestId, WorkerId, model_of, name_of, node_of
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
+from hearth.policy.fleet.gpu_time import GpuTime
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +36,15 @@ class Observer:
         metrics: Metrics,
         *,
         takes_turns: bool = False,
-        device_share: Callable[[WorkerId], float] = lambda _: 1.0,
     ) -> None:
-        """`takes_turns`: models that do not fit together do. `device_share`: a worker's, of its device."""
-        self._metrics, self._takes_turns, self._device_share = metrics, takes_turns, device_share
+        """`takes_turns`: models that do not fit together do."""
+        self._metrics, self._takes_turns = metrics, takes_turns
         self._in_turn: set[tuple[WorkerId, ModelId]] = set()
         self._pipelines: dict[tuple[WorkerId, ModelId], Pipeline] = {}  #: by each member
         self._loads = LoadLogs()
         self._active: dict[RequestId, Timeline] = {}
         self._series: dict[RequestId, ModelSeries] = {}
-        self._reported_s: dict[WorkerId, float] = {}
+        self._charges = Charges(metrics)
         self.recent = Timelines()
         self._is_closing = False
 
@@ -190,7 +190,6 @@ class Observer:
             )
             self._metrics.workers_lost.inc()
         self._loads.lose(lost.worker)
-        self._reported_s.pop(lost.worker, None)
         self._in_turn = {key for key in self._in_turn if key[0] != lost.worker}
         timelines = list(self._on_worker(lost.worker))
         for worker, model in [key for key in self._pipelines if key[0] == lost.worker]:
@@ -261,14 +260,8 @@ class Observer:
             series.busy_s += step.busy_s
         self._metrics.step.observe(step.step_s)
 
-    def pool_reported(self, now_s: float, worker: WorkerId, pong: Pong) -> None:
-        """Charge a device's time since the last report to the models that hold its memory."""
-        seconds = now_s - self._reported_s.get(worker, now_s)
-        self._reported_s[worker] = now_s
-        per_byte_s = seconds * self._device_share(worker) / max(1, pong.budget_bytes)
-        for model, num_bytes in held_bytes(pong).items():
-            if (series := self._metrics.models.find(model_of(model))) is not None:
-                series.device_s += num_bytes * per_byte_s
+    def charge(self, time: GpuTime, now_s: float) -> None:
+        self._charges.charge(time, now_s)
 
     def made_late_text(self, models: Sequence[ModelId]) -> None:
         """Note tokens, by their models, whose text was made after their step was delivered."""

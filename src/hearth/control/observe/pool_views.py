@@ -55,15 +55,6 @@ def pool_parts(pong: Pong) -> tuple[PartView, ...]:
     return tuple(part for part in found if part.num_bytes)
 
 
-def held_bytes(pong: Pong) -> dict[ModelId, int]:
-    """Return the memory that each model keeps from others: nothing retained or shared."""
-    return {
-        use.model: use.weights_bytes - use.shared_bytes + use.kv_bytes + use.tables_bytes
-        for use in pong.models
-        if _weights_state(use) == "active"
-    }
-
-
 def resident_views(
     residents: Sequence[Resident], pongs: Mapping[WorkerId, Pong], now_s: float
 ) -> tuple[ResidentView, ...]:

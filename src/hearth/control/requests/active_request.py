@@ -58,6 +58,7 @@ class ActiveRequest:
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
     adapter: AdapterOrder | None = None  #: None: the bare model
     adapter_bytes: int = 0
+    key: str | None = None  #: the name of the caller's API key
     computed_prompt: ComputedPrompt | None = None
     _prompt_began_s: float | None = None  #: None: on no worker yet, on another one, or past its first token
 

@@ -25,6 +25,7 @@ def audit(fleet: Fleet) -> None:
     assert fleet.loading_pipelines == temporary, f"{fleet.loading_pipelines.keys()} {temporary.keys()}"
     _check_requests(fleet)
     _check_expiries(fleet)
+    _check_gpu_time(fleet)
     for name, drain in fleet.drains.items():
         assert name in fleet.queues.for_room, f"a drain for `{name}`, which does not wait for room"
         for worker in drain.workers:
@@ -50,6 +51,20 @@ def _check_requests(fleet: Fleet) -> None:
     queued = {*fleet.queues.for_room, *fleet.queues.for_slot}
     waiting = {name for name, model in fleet.models.items() if model.waiting}
     assert queued == waiting, f"{sorted(queued)=} {sorted(waiting)=}"
+
+
+def _check_gpu_time(fleet: Fleet) -> None:
+    holding = [
+        worker
+        for worker in fleet.workers.values()
+        if any(one.hold not in (None, Hold.RETAINED) for one in worker.replicas.values())
+    ]
+    assert fleet.gpu_time.num_held == len(holding), f"{fleet.gpu_time.num_held=} {holding=}"
+    shares = sum(time.share for time in fleet.gpu_time.by_model.values())
+    held = sum(worker.device_share for worker in holding)
+    assert math.isclose(shares, held, abs_tol=1e-6), f"{shares=} {held=}"
+    num_running = sum(time.num_running for time in fleet.gpu_time.by_model.values())
+    assert num_running == fleet.queues.num_running, f"{num_running=} {fleet.queues.num_running=}"
 
 
 def _check_expiries(fleet: Fleet) -> None:

@@ -31,6 +31,7 @@ from hearth.policy.fleet.events import (
     Action,
     CancelRun,
     ComputedPrompt,
+    DemandForecast,
     DeviceReported,
     End,
     Event,
@@ -76,6 +77,7 @@ from hearth.policy.fleet.loading_pipelines import serve_while_loading
 from hearth.policy.fleet.machines import scale
 from hearth.policy.fleet.memory_pressure import follow_drops, record_pressure
 from hearth.policy.fleet.pins import grant_pins
+from hearth.policy.fleet.prewarm import follow_forecasts, record_forecast
 from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker, share_for_batch
 from hearth.policy.fleet.refusals import (
@@ -115,6 +117,8 @@ def step(fleet: Fleet, event: Event) -> list[Action]:
     if fleet.dropped:
         actions += follow_drops(fleet)
         actions += _serve_waiting(fleet)
+    if len(fleet.forecasts_due):
+        actions += follow_forecasts(fleet)
     actions += scale(fleet)
     for replica in fleet.notices.take():
         actions.append(SetHold(replica.model.name, replica.worker.name, replica.notified_hold))
@@ -181,6 +185,9 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
             return []
         case PressureReported():
             return record_pressure(fleet, event)
+        case DemandForecast():
+            record_forecast(fleet, event)
+            return []
         case WorkerJoined():
             fleet.join(event)
             return refuse_hopeless(fleet)
@@ -214,6 +221,9 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
     if fleet.config.takes_turns and _has_full_queue(fleet, event) and _must_await_turn(fleet, model):
         return [_refuse_for_queue(fleet, event)]
     fleet.estimates.arrived(model.name, fleet.now_s)
+    if model.advised is not None:
+        fleet.prewarm_budget.give_back(model.advised, fleet.now_s)
+        model.advised = None
     request = fleet.accept(event, model)
     actions = load_beside_paused(fleet, model) + load_for_late(fleet, model) + fill_slots(fleet, model)
     fleet.queues.line_up(model)

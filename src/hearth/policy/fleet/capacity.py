@@ -10,6 +10,7 @@ beside the pinned ones and what the others keep: then every turn can come.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -268,6 +269,13 @@ class FleetCapacity:
         if kind in profile.stages and self.must_stage(profile):
             return profile.stages[kind].smallest(MAX_STAGES)
         return profile.footprints[kind]
+
+    def smallest_bytes(self, profile: ModelProfile, kind: str) -> float:
+        """Return the least budget with which a worker of a kind can hold a model, or a stage of it."""
+        footprints = [profile.footprints[kind]] if kind in profile.footprints else []
+        if kind in profile.stages:
+            footprints.append(profile.stages[kind].smallest(MAX_STAGES))
+        return min((one.least_bytes for one in footprints), default=math.inf)
 
     def least_bytes(self, profile: ModelProfile) -> int:
         """Return the least bytes that a model, or any stage of one that must be split, needs for itself."""

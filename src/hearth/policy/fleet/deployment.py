@@ -47,13 +47,15 @@ def remove_model(fleet: Fleet, name: ModelId) -> list[Action]:
     waiting = list(model.waiting.values())
     actions: list[Action] = [reject(fleet, r, RejectReason.MODEL_REMOVED, message) for r in waiting]
     before, model.profile = model.profile, None
-    model.named_keep_alive_s, model.largest_holders = None, ()
+    model.named_keep_alive_s, model.largest_holders, model.forecast = None, (), None
+    fleet.forecasts_due.drop(name)
     model.residency.clear()
     model.clear_failures()
     fleet.update_unplaced(model)
     fleet.estimates.forget(name)
     if not model.replicas:
         del fleet.models[name]
+        fleet.gpu_time.forget(name)
     return actions + _outdate(fleet, model, before)
 
 

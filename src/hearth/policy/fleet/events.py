@@ -60,6 +60,7 @@ class WorkerJoined:
     node: NodeId = LOCAL
     gpu: int | None = None  #: the index of its device on the node; None: a CPU
     runs_stages: bool = True  #: False: its Hearth is older, and may not know all that stages are told
+    device_share: float = 1.0  #: of its device, which several workers may share
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class RequestArrived:
     is_batch: bool = False  #: not interactive: lower priority
     adapter: WantedAdapter | None = None  #: None: the bare model
     prefixes: tuple[PrefixDigest, ...] = ()  #: of its prompt, for the choice among replicas
+    key: str | None = None  #: the name of the API key that is charged
 
 
 class End(StrEnum):
@@ -257,6 +259,20 @@ class PressureReported:
 
 
 @dataclass(frozen=True, slots=True)
+class DemandForecast:
+    """How many requests per second are expected for a model, in intervals from now on.
+
+    Replaces the forecast before. None is expected beyond the last interval.
+    """
+
+    now_s: float
+    model: ModelId
+    step_s: float  #: the length of each interval
+    mean_per_s: tuple[float, ...]
+    high_per_s: tuple[float, ...]  #: requests come faster than that with a probability of 10%
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     now_s: float
 
@@ -283,6 +299,7 @@ Event = (
     | ResidencyReported
     | DeviceReported
     | PressureReported
+    | DemandForecast
     | TimerFired
 )
 
@@ -393,6 +410,21 @@ class CancelRun(Struct, frozen=True):
     worker: WorkerId
 
 
+class Prewarm(Struct, frozen=True):
+    """A model is brought nearer to a worker's device ahead of the requests that a forecast expects.
+
+    To the device, an order to load it follows, unless the model is there and is only kept.
+    """
+
+    model: ModelId
+    worker: WorkerId
+    to_host: bool  #: to the memory of its node; False: to the device
+    lead_s: float  #: the requests are expected so long from now
+    expected_per_s: float
+    cost_s: float  #: seconds of the worker's device that are lost if no request comes
+    is_advice: bool = False  #: nothing is done
+
+
 class SetTimer(Struct, frozen=True):
     at_s: float
 
@@ -419,6 +451,7 @@ Action = (
     | RefusePin
     | Reject
     | CancelRun
+    | Prewarm
     | SetTimer
     | AddWorkers
     | ReleaseWorkers
@@ -439,6 +472,14 @@ class WhileLoading:
 
 
 @dataclass(frozen=True, slots=True)
+class Prewarming:
+    """Models are loaded ahead of forecast requests."""
+
+    budget: float = 0.05  #: the share of all devices' time that wrong forecasts may cost
+    is_advice: bool = False  #: only say what would be done
+
+
+@dataclass(frozen=True, slots=True)
 class BrainConfig:
     max_queue: int = 512  #: requests that wait for a slot, room or their model's first turn
     #: After this, a busy model is drained for a waiting request, unless they can take turns.
@@ -456,5 +497,6 @@ class BrainConfig:
     while_loading: WhileLoading | None = None  #: None: requests wait for whole replicas
     #: A first token should come so soon, if need be from a further replica; None: only slots count.
     first_token_s: float | None = None
+    prewarming: Prewarming | None = None  #: None: forecasts are ignored
     #: Bytes per second of each rung until it has shown its own speed.
     priors: Mapping[Rung, float] = field(default_factory=lambda: dict(PRIOR_BYTES_PER_S))

@@ -17,8 +17,12 @@ from hearth.policy.fleet.demand import price_spare
 from hearth.policy.fleet.device_bytes import forget_worker, rank_retired
 from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import BrainConfig, RequestArrived, WorkerJoined
+from hearth.policy.fleet.gpu_time import GpuTime
 from hearth.policy.fleet.holds import Expiries, HoldNotices
+from hearth.policy.fleet.prewarm_budget import PrewarmBudget
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.queues import RequestQueues
+from hearth.policy.fleet.ranking import Ranking
 from hearth.policy.fleet.records import Drain, Model, Replacement, Replica, Request, Worker
 from hearth.policy.memory.reload_cost import ReloadCosts
 
@@ -43,6 +47,7 @@ class Fleet:
         self.drains: Mapping[ModelId, Drain] = self.queues.drains
         self.expiries = Expiries()
         self.notices = HoldNotices()
+        self.gpu_time = GpuTime()
         #: Deployed as pinned, not stopped, and on too few workers: to be loaded unasked.
         self.unplaced: dict[ModelId, Model] = {}
         #: Replicas that cannot be pinned, because others would have no room for their turns.
@@ -59,6 +64,9 @@ class Fleet:
         self.loading_pipelines: dict[ModelId, Replica] = {}
         #: Models with groups of replicas that gave up layers, or whose layers come back.
         self.dropped: dict[ModelId, Model] = {}
+        #: Models with a forecast, by when it is looked at next.
+        self.forecasts_due: Ranking[ModelId, float] = Ranking()
+        self.prewarm_budget = PrewarmBudget()
         self.draining: dict[NodeId, None] = {}
         self.num_workers_by_node: Counter[NodeId] = Counter()
         #: The most workers that were up at a time, or are expected: a lost one is replaced.
@@ -72,8 +80,17 @@ class Fleet:
 
     @property
     def is_complete(self) -> bool:
-        """False while a worker starts or is being replaced, or a node that is drained may be had back."""
-        return 0 < sum(self.most_by_node.values()) == len(self.workers) and not self.draining
+        """False while a worker starts or is being replaced."""
+        return 0 < sum(self.most_by_node.values()) == len(self.workers)
+
+    def drained_workers(self) -> Iterator[Worker]:
+        """Return the workers of drained nodes, which may be had back."""
+        return (one for one in self.workers.values() if one.is_draining) if self.draining else iter(())
+
+    def may_return(self, profile: ModelProfile) -> bool:
+        """True if a drained worker could hold a model or a stage of it."""
+        needs = ((one, self.capacity.smallest_bytes(profile, one.kind)) for one in self.drained_workers())
+        return any(num_bytes <= worker.promises.budget_bytes for worker, num_bytes in needs)
 
     def advance(self, now_s: float) -> None:
         """Begin a step. Time never goes back; warm replicas expire."""
@@ -107,7 +124,7 @@ class Fleet:
         assert event.worker not in self.workers, f"joined twice: worker `{event.worker}`"
         promises = Promises(event.budget_bytes, event.shares_workspace)
         worker = Worker(event.worker, event.kind, promises, node=event.node, gpu=event.gpu)
-        worker.runs_stages = event.runs_stages
+        worker.runs_stages, worker.device_share = event.runs_stages, event.device_share
         worker.is_draining, worker.used_s = event.node in self.draining, self.now_s
         self.workers[worker.name] = worker
         self.num_workers_by_node[worker.node] += 1
@@ -236,6 +253,7 @@ class Fleet:
             self.reindex(last)
         if model.profile is None and not model.replicas:
             del self.models[model.name]
+            self.gpu_time.forget(model.name)
 
     def reindex(self, replica: Replica) -> None:
         model = replica.model
@@ -383,6 +401,8 @@ class Fleet:
         if hold is PINNED:
             self.queues.must_refuse = True
         replica.hold = hold
+        for worker in replica.workers:
+            self.gpu_time.note(worker, self.now_s)
 
     # Requests.
 
@@ -400,6 +420,9 @@ class Fleet:
         assert replica.has_free_slot, f"no slot for `{request.request_id}`"
         self.queues.dequeue(request)
         request.replica, request.started_s, replica.spare = replica, self.now_s, None
+        if replica.prewarmed is not None:
+            self.prewarm_budget.give_back(replica.prewarmed, self.now_s)
+            replica.prewarmed = None
         if request.adapter is not None:
             replica.worker.adapters.use(request.adapter.adapter)
         replica.num_prompt_tokens += request.num_prompt_tokens
@@ -412,6 +435,7 @@ class Fleet:
         if first is not None and first.overdue_s(self.config.patience_s) <= self.now_s:
             self.queues.must_serve = True  # An overdue request is the first now.
         replica.running[request.request_id] = request
+        self.gpu_time.start(request, self.now_s)
         if replica.stop is not None and request.number >= replica.stop.number:
             replica.stop = None
         if replica.notified_hold is RETAINED:
@@ -476,6 +500,7 @@ class Fleet:
     def _stop_running(self, request: Request, replica: Replica) -> None:
         self.queues.await_turn(request, is_waiting=False)
         del replica.running[request.request_id]
+        self.gpu_time.stop(request, self.now_s)
         replica.num_prompt_tokens -= request.num_prompt_tokens
         if replica.is_ready and not replica.running:
             replica.prompts_until_s = self.now_s

@@ -20,6 +20,7 @@ from hearth.policy.fleet.drop_group import DropState
 from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import BrainConfig, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.prewarm_budget import PrewarmBudget
 from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.records import (
     Drain,
@@ -107,6 +108,7 @@ class FleetState:
     no_pipeline_until_s: float = -math.inf
     gathering: dict[ModelId, float] = field(default_factory=dict)
     replaced: dict[ModelId, Replacement] = field(default_factory=dict)
+    prewarm_budget: PrewarmBudget = field(default_factory=PrewarmBudget)
 
 
 def save(fleet: Fleet) -> FleetState:
@@ -163,6 +165,7 @@ def save(fleet: Fleet) -> FleetState:
         used_s={name: one.used_s for name, one in fleet.workers.items()},
         gathering=fleet.gathering,
         replaced=fleet.replaced,
+        prewarm_budget=fleet.prewarm_budget,
     )
 
 
@@ -209,6 +212,7 @@ def _joined(worker: Worker) -> WorkerJoined:
         node=worker.node,
         gpu=worker.gpu,
         runs_stages=worker.runs_stages,
+        device_share=worker.device_share,
     )
 
 
@@ -228,7 +232,7 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     )
     fleet.estimates, fleet.resting = state.estimates, state.resting
     fleet.no_pipeline_until_s, fleet.gathering = state.no_pipeline_until_s, state.gathering
-    fleet.replaced = state.replaced
+    fleet.replaced, fleet.prewarm_budget = state.replaced, state.prewarm_budget
     fleet.capacity.by_kind.update((kind, CapacityIndex()) for kind in state.kinds)
     fleet.draining = dict.fromkeys(state.draining)
     for joined in state.workers:
@@ -239,6 +243,8 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     for one in state.models:
         model = msgspec.convert(one.facts, Model)
         fleet.models[model.name] = model
+        if model.forecast_due_s < math.inf:
+            fleet.forecasts_due.put(model.name, model.forecast_due_s)
         for facts in one.waiting:
             request = _restore_request(fleet, model, facts)
             fleet.queues.enqueue(request, request.queued_s, request.queued_step)
@@ -259,6 +265,7 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
             request = _restore_request(fleet, served, facts)
             request.replica = replica
             replica.running[request.request_id] = request
+            fleet.gpu_time.start(request, fleet.now_s)
             fleet.queues.num_awaiting_turn += request.awaits_turn
     for begun in state.drains:
         model, names = fleet.models[begun.model], (begun.worker, *begun.more)
@@ -281,6 +288,8 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     fleet.rank_workers()
     fleet.queues.rank_waiting()
     fleet.queues.must_serve = fleet.queues.must_refuse = False
+    for worker in fleet.workers.values():
+        fleet.gpu_time.note(worker, fleet.now_s)
     return fleet
 
 

@@ -69,6 +69,11 @@ class Facts:
     wide_parts: PartBytes | None = None  #: of `wide_bytes`
     is_text_part: bool = False  #: as in `Arch`
 
+    @property
+    def brief_quant(self) -> str:
+        """The format of most weights, without details: "int4" of `int4-g32-float16 int8:head`."""
+        return self.quant.partition(" ")[0].partition("-")[0]
+
 
 def footprint(
     facts: Facts,

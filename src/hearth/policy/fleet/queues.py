@@ -76,6 +76,7 @@ class RequestQueues:
             adapter=event.adapter,
             prefixes=event.prefixes,
             num_prompt_tokens=event.num_prompt_tokens,
+            key=event.key,
         )
         self.next_number += 1
         self.requests[request.request_id] = request

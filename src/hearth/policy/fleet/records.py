@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hearth.core.types import LOCAL, AdapterId, Hold, ModelId, NodeId, RequestId, Rung, WorkerId, model_of
 from hearth.policy.fleet.capacity import BUSY, PAUSED, PINNED, RETAINED, WARM, Promises
 from hearth.policy.fleet.drop_group import ParameterDrop
-from hearth.policy.fleet.events import WantedAdapter
+from hearth.policy.fleet.events import DemandForecast, WantedAdapter
 from hearth.policy.fleet.prefixes import KnownPrefixes, PrefixDigest
 from hearth.policy.fleet.profile import ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
@@ -49,6 +49,7 @@ class Request:
     adapter: WantedAdapter | None = None  #: None: the bare model
     prefixes: tuple[PrefixDigest, ...] = ()
     num_prompt_tokens: int = 0
+    key: str | None = None
     num_losses: int = 0  #: replicas lost in a step that it was in, as far as known
     queued_s: float = 0.0
     queued_step: int = 0
@@ -76,6 +77,14 @@ class LoadFailure:
     delay_s: float
     until_s: float  #: until then it is not loaded where it failed
     is_deadly: bool = False  #: it kills workers: until then it is loaded nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class PrewarmHold:
+    """Device time that is reserved for a model which a forecast expects to be asked for."""
+
+    until_s: float
+    cost_s: float  #: given back if a request comes by then
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +119,10 @@ class Model:
     #: By number, in the order of their places. Empty while any replica has a slot for the first.
     waiting: dict[int, Request] = field(default_factory=dict)
     drop: ParameterDrop = field(default_factory=ParameterDrop)
+    forecast: DemandForecast | None = None
+    forecast_due_s: float = math.inf  #: when the forecast is looked at next
+    advised: PrewarmHold | None = None  #: as if it had been loaded for its forecast
+    host_prewarmed_s: float = -math.inf  #: when it was last ordered to host memory
     #: None exactly if nothing waits.
     queue: Ranking[ModelId, Place] | None = None
 
@@ -277,6 +290,7 @@ class Replica:
     prompts_until_s: float = -math.inf  #: by then its load and all prompts that it got should be over
     #: None: it has requests, or of its model's idle replicas it was used last.
     spare: Spare | None = None
+    prewarmed: PrewarmHold | None = None  #: while no request has used it since it was loaded or kept for one
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -354,6 +368,8 @@ class Replica:
 
     @property
     def expires_s(self) -> float:
+        if self.prewarmed is not None:
+            return self.prewarmed.until_s
         unpinned_s = self.model.unpinned_s
         return self.idle_since_s + (unpinned_s if self.spare is None else min(unpinned_s, self.spare.warm_s))
 
@@ -399,6 +415,12 @@ class Worker:
     runs_stages: bool = True
     is_draining: bool = False  #: its node is being emptied: nothing new is placed here
     used_s: float = -math.inf  #: when it joined, a load began there or a request ended
+    device_share: float = 1.0
+
+    @property
+    def is_retained(self) -> bool:
+        """True if it has replicas, which are all retained."""
+        return bool(self.replicas) and all(one.hold is RETAINED for one in self.replicas.values())
 
 
 def _most(bytes_by_rung: Mapping[Rung, int]) -> int:

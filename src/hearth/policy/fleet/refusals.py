@@ -50,23 +50,25 @@ def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
 
     Never with scaling: a machine that is added may hold it.
     """
-    if not fleet.is_complete or fleet.config.scaling is not None:
+    if not fleet.is_complete or fleet.config.scaling is not None or fleet.may_return(profile):
         return None
-    texts = []
-    for kind, index in fleet.capacity.by_kind.items():
-        budget_bytes = index.budget.highest or 0
+    budgets = {kind: index.budget.highest or 0 for kind, index in fleet.capacity.by_kind.items()}
+    for worker in fleet.drained_workers():
+        budgets[worker.kind] = max(budgets.get(worker.kind, 0), worker.promises.budget_bytes)
+    unsuited = [kind for kind in budgets if kind not in profile.footprints]
+    texts = [explain_unsuited(profile, unsuited)] if unsuited else []
+    for kind, budget_bytes in budgets.items():
         footprint = profile.footprints.get(kind)
         if footprint is None:
-            texts.append(explain_unsuited(profile, kind))
-        elif footprint.least_bytes <= budget_bytes:
+            continue
+        if footprint.least_bytes <= budget_bytes:
             return None
-        else:
-            texts.append(
-                f"on `{kind}` it needs {_format_bytes(footprint.least_bytes)} "
-                f"({_format_bytes(footprint.fixed_bytes)} for weights and workspace, "
-                f"{_format_bytes(footprint.min_kv_bytes)} for KV), the largest budget of a worker: "
-                f"{_format_bytes(budget_bytes)}"
-            )
+        texts.append(
+            f"on `{kind}` it needs {_format_bytes(footprint.least_bytes)} "
+            f"({_format_bytes(footprint.fixed_bytes)} for weights and workspace, "
+            f"{_format_bytes(footprint.min_kv_bytes)} for KV), the largest budget of a worker: "
+            f"{_format_bytes(budget_bytes)}"
+        )
     advice = "give workers more memory, or deploy it quantised or with a shorter context"
     if fleet.capacity.must_stage(profile):
         if find_on_empty_workers(fleet, profile) is not None:
@@ -102,16 +104,27 @@ def explain_stages(fleet: Fleet, profile: ModelProfile, most: Hold | None) -> st
     return "; ".join(texts)
 
 
-def explain_unsuited(profile: ModelProfile, kind: str) -> str:
-    """Say why a model has no footprint for a kind of workers."""
-    if missing := [label for label in profile.labels if label not in labels_of(kind)]:
-        return f"it needs nodes labelled {', '.join(missing)}, which `{kind}` is not"
-    return f"it cannot run on `{kind}`"
+def explain_unsuited(profile: ModelProfile, kinds: Sequence[str]) -> str:
+    """Say why a model has no footprint for kinds of workers."""
+    unlabelled = [kind for kind in kinds if not labels_of(kind).issuperset(profile.labels)]
+    if not unlabelled:
+        return f"it cannot run on {_list_kinds(kinds)}"
+    lacking = (set(profile.labels).difference(labels_of(kind)) for kind in unlabelled)
+    missing = set[str]().union(*lacking)
+    labels = ", ".join(label for label in profile.labels if label in missing)
+    are = "is" if len(unlabelled) == 1 else "are"
+    return f"it needs nodes labelled {labels}, which {_list_kinds(unlabelled)} {are} not"
+
+
+def _list_kinds(kinds: Sequence[str]) -> str:
+    return _list_some([f"`{kind}`" for kind in kinds])
 
 
 def explain_pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
     """Say why pinned models leave no room for a model; None if a worker could make some."""
-    if fleet.config.scaling is not None or could_hold(fleet, profile, Hold.BUSY):
+    if fleet.config.scaling is not None or fleet.may_return(profile):
+        return None
+    if could_hold(fleet, profile, Hold.BUSY):
         return None
     must_stage = fleet.capacity.must_stage(profile)
     texts = [explain_stages(fleet, profile, Hold.BUSY)] if must_stage else []
@@ -161,10 +174,12 @@ def _name_pinned(worker: Worker) -> str:
 
 
 def _name_some(what: str, names: Sequence[str]) -> str:
-    if not names:
-        return ""
+    return f"; {what}: {_list_some(names)}" if names else ""
+
+
+def _list_some(names: Sequence[str]) -> str:
     rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"; {what}: {', '.join(names[:MAX_NAMES])}{rest}"
+    return ", ".join(names[:MAX_NAMES]) + rest
 
 
 def _format_bytes(num_bytes: int) -> str:

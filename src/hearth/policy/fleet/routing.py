@@ -444,7 +444,7 @@ def _explain_obstacle(model: Model, worker: Worker) -> str:
         return "has more requests than others with a free slot"
     footprint = None if model.profile is None else model.profile.footprints.get(worker.kind)
     if footprint is None:
-        return "it was removed" if model.profile is None else explain_unsuited(model.profile, worker.kind)
+        return "it was removed" if model.profile is None else explain_unsuited(model.profile, [worker.kind])
     if worker.name in model.failed_on:
         return "it failed here before"
     if model.has_all_replicas:

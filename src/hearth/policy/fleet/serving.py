@@ -31,7 +31,7 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pipelines import PipelinePlan, could_hold
 from hearth.policy.fleet.prefixes import MAX_DIGESTS, PREFIX_TOKENS
 from hearth.policy.fleet.profile import Footprint
-from hearth.policy.fleet.records import Drain, Model, Replica, ReplicaStage, Request, Worker
+from hearth.policy.fleet.records import Drain, Model, PrewarmHold, Replica, ReplicaStage, Request, Worker
 from hearth.policy.fleet.replica_evictions import order_evictions
 from hearth.policy.fleet.reserved_workers import ReservedWorkers
 from hearth.policy.fleet.room_candidates import FIRST_PLACE, RoomCandidates, keeps_room, kept_until_s
@@ -182,6 +182,11 @@ def load_for_pressure(fleet: Fleet, model: Model) -> list[Action]:
     return [] if place is None else _load(fleet, model, place)
 
 
+def load_ahead(fleet: Fleet, model: Model, place: ReplicaPlace, hold: PrewarmHold) -> list[Action]:
+    """Load a model before it is asked for, and keep it for as long as a forecast expects requests."""
+    return _load(fleet, model, place, prewarmed=hold)
+
+
 def needs_replica(fleet: Fleet, model: Model, place: ReplicaPlace | None = None) -> bool:
     """True if a full model should be loaded once more, at a place; None: where that is fastest."""
     profile, estimates = model.profile, fleet.estimates
@@ -223,7 +228,13 @@ def _choose_apart(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> Repl
     return place or choose_place(fleet, model, most=RETAINED, reserved=reserved)
 
 
-def _load(fleet: Fleet, model: Model, place: ReplicaPlace, num_before: int = 0) -> list[Action]:
+def _load(
+    fleet: Fleet,
+    model: Model,
+    place: ReplicaPlace,
+    num_before: int = 0,
+    prewarmed: PrewarmHold | None = None,
+) -> list[Action]:
     """Load a model and send it waiting requests.
 
     Other replicas are expected to serve `num_before` of these first; they wait unless slots would stay free.
@@ -245,6 +256,7 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace, num_before: int = 0) 
         reused_bytes=reused_bytes,
         loaded_bytes=reused_bytes,
         prompts_until_s=fleet.now_s + place.start_s,
+        prewarmed=prewarmed,
     )
     if footprint.kv_token_bytes:
         replica.max_kv_tokens = _max_kv_bytes(worker, footprint) // footprint.kv_token_bytes
@@ -414,6 +426,8 @@ def set_timer(fleet: Fleet) -> SetTimer | None:
         at_s = min(at_s, next(iter(fleet.resting.values())))
     if fleet.gathering:
         at_s = min(at_s, next(iter(fleet.gathering.values())))
+    if (due_s := fleet.forecasts_due.lowest) is not None:
+        at_s = min(at_s, due_s)
     for model in fleet.dropped.values():
         at_s = min(at_s, max(fleet.now_s, model.drop.due_s))
     for drain in fleet.drains.values():

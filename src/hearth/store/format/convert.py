@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hearth.core.errors import BadCheckpoint, ModelError
 from hearth.models.layout import layout_of
-from hearth.models.pack import checkpoint_dtype, iter_tensors
+from hearth.models.pack import checkpoint_dtype, checkpoint_quant, iter_tensors
 from hearth.store.format.file_stamp import stamp_of
 from hearth.store.format.hf import open_directory
 from hearth.store.format.local_hashes import write_hashes
@@ -24,7 +24,7 @@ def convert(
     dest: Path,
     *,
     dtype: str = "auto",
-    quant: str = "none",
+    quant: str = "auto",
     overwrite: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     store: Path | None = None,
@@ -32,13 +32,14 @@ def convert(
 ) -> Manifest:
     """Write the model at `source` to `dest`, whole or not at all. An old one stays unless `overwrite`.
 
-    Dtype `auto` keeps that of the source; values of a quantised GGUF file become bfloat16. `store`: the root
-    of the disk tier that will read it, which then finds the chunks checked. Needs memory for about one fused
-    tensor.
+    Dtype `auto` keeps that of the source; values of a quantised GGUF file become bfloat16. Quant `auto` keeps
+    weights quantised as they are, `none` dequantises them. `store`: the root of the disk tier that will read
+    it, which then finds the chunks checked. Needs memory for about one fused tensor.
     """
     with open_source(source) as opened:
         arch, checkpoint = opened.arch, opened.checkpoint
         stored = checkpoint_dtype(checkpoint) if dtype == "auto" else dtype
+        quant = checkpoint_quant(checkpoint, arch) if quant == "auto" else quant
         layout = layout_of(arch, stored, quant)
         files = opened.text_files()
         num_bytes = layout.num_bytes + sum(map(len, files.values()))

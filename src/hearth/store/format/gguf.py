@@ -19,7 +19,8 @@ from gguf.quants import dequantize
 from hearth.core.errors import BadCheckpoint
 from hearth.models.config_fields import Fields
 from hearth.models.families import arch_from_config
-from hearth.models.layout import LINEARS, Shape
+from hearth.models.formats import LINEARS
+from hearth.models.layout import Shape
 from hearth.models.pack import StoredTensor
 from hearth.models.tensor_names import NAMES, NameMap
 from hearth.store.format.gguf_config import ROPE_FACTORS, architecture, config_of

@@ -38,9 +38,9 @@ from hearth.core.model_files import (
     read_text,
 )
 from hearth.core.types import ChunkId, Digest
-from hearth.models.arch import MAX_LAYERS, Arch
-from hearth.models.config_fields import MAX_INTEGER
-from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec, layout_of
+from hearth.models.arch import MAX_LAYERS, Arch, Llama3Scaling, LongRope, Rope, YarnScaling
+from hearth.models.config_fields import MAX_INTEGER, MAX_NUMBER, MIN_NUMBER
+from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec, layout_of, num_parameters
 from hearth.store.format.dataclass_json import decode
 
 MANIFEST = "manifest.json"
@@ -136,7 +136,7 @@ class StoredManifest(ABC):
 @dataclass(frozen=True)
 class Manifest(StoredManifest):
     arch: Arch
-    quant: str  #: one of models.layout.QUANTS
+    quant: str  #: a plan of models/formats.py
     tensors: tuple[TensorSpec, ...]
     layers: tuple[ByteRange, ...]
 
@@ -171,6 +171,10 @@ class Manifest(StoredManifest):
     @property
     def first_layer(self) -> ByteRange:
         return self.layers[0]
+
+    @property
+    def num_parameters(self) -> int:
+        return num_parameters(self.arch)
 
     def tensors_in(self, chunk: int) -> list[str]:
         part = self.chunk_range(chunk)
@@ -296,6 +300,7 @@ def _check_arch(arch: Arch, where: str) -> None:
             raise BadCheckpoint(f"{where}: `arch.{name}` must be at least 1, given: {brief(size)}")
         if size > most:
             raise BadCheckpoint(f"{where}: `arch.{name}` must be at most {most}, given: {brief(size)}")
+    _check_numbers(arch, f"{where}: `arch")
     if arch.num_heads % arch.num_kv_heads:
         raise BadCheckpoint(
             f"{where}: `arch.num_heads` must be a multiple of its {arch.num_kv_heads} `num_kv_heads`, "
@@ -315,12 +320,47 @@ def _check_arch(arch: Arch, where: str) -> None:
                 f"{where}: `arch.ropes` must share one even `dim` of at most {arch.head_dim}, "
                 f"given: {rope.dim}"
             )
+        _check_scaling(rope, where)
     known = {None, *range(len(arch.ropes))}
     if len(arch.layer_ropes) != arch.num_layers or not known.issuperset(arch.layer_ropes):
         raise BadCheckpoint(
             f"{where}: `arch.layer_ropes` must be {arch.num_layers} indices of `arch.ropes` or null, one per "
             "layer"
         )
+
+
+def _check_scaling(rope: Rope, where: str) -> None:
+    scalings: tuple[Llama3Scaling | YarnScaling | LongRope | None, ...]
+    scalings = (rope.llama3, rope.yarn, rope.longrope)
+    for scaling in scalings:
+        if scaling is not None and not 1 <= scaling.original_max_positions <= MAX_INTEGER:
+            raise BadCheckpoint(
+                f"{where}: `arch.ropes` must have `original_max_positions` from 1 to {MAX_INTEGER}, "
+                f"given: {brief(scaling.original_max_positions)}"
+            )
+    if rope.yarn is not None and rope.theta <= 1.0:
+        raise BadCheckpoint(
+            f"{where}: `arch.ropes` with `yarn` must have a `theta` above 1.0, given: {rope.theta}"
+        )
+    if (long := rope.longrope) is not None and {len(long.short), len(long.long)} != {rope.dim // 2}:
+        raise BadCheckpoint(
+            f"{where}: `arch.ropes` must have {rope.dim // 2} divisors in `short` and in `long` of "
+            f"`longrope`, given: {len(long.short)} and {len(long.long)}"
+        )
+
+
+def _check_numbers(item: object, where: str) -> None:
+    """Check that all floats in a description are positive, and within float32."""
+    if isinstance(item, float) and not MIN_NUMBER <= item <= MAX_NUMBER:
+        raise BadCheckpoint(
+            f"{where}` must be a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}, given: {brief(item)}"
+        )
+    if isinstance(item, tuple):
+        for index, part in enumerate(item):
+            _check_numbers(part, f"{where}[{index}]")
+    elif is_dataclass(item):
+        for field in fields(item):
+            _check_numbers(getattr(item, field.name), f"{where}.{field.name}")
 
 
 def _check_layout(manifest: Manifest, where: str) -> None:
