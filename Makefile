@@ -19,7 +19,7 @@ ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
 NOT_ON_GPU := tests/api tests/cli tests/control tests/node tests/service tests/engine/test_guide.py tests/test_cli.py \
               tests/store/transfer/test_peers.py tests/store/transfer/test_peer_server.py \
-              tests/worker/test_stage_sockets.py
+              tests/worker/test_stage_sockets.py tests/web
 # Folders in which most tests start no process; those that do are marked `e2e`.
 FAST := $(addprefix tests/,api bench/fleet control core engine kernels memory models policy sim snapshot store system \
                            text worker)

@@ -696,7 +696,7 @@ def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_a
 
     def is_stuck_after(model: ModelId, num_steps: int) -> bool:
         for _ in range(num_steps):
-            outcome = steps.step(model, served)  # type: ignore[arg-type] # as above
+            outcome = steps.step(model, served, is_prepared=True)  # type: ignore[arg-type] # as above
             steps.settle(model, served, outcome)  # type: ignore[arg-type] # likewise
         return steps.is_stuck
 

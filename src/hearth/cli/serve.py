@@ -123,7 +123,8 @@ def serve(
     from hearth.cli.server import run_service
 
     def tell(url: str, _: object) -> None:
-        typer.echo(f"dashboard: {url}/")
+        if configuration.config.log.format != "json":  # there, `serving` has the address
+            typer.echo(f"dashboard: {url}/")
 
     run_service(configuration.config, on_ready=tell, template=context.obj)
 

@@ -262,14 +262,17 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "negative": (edited("config.json", num_attention_heads=-4), "at least 1, given: -4"),
     "fraction": (edited("config.json", hidden_size=64.0), r"must be an integer of at least 1, given: 64\.0"),
     "true": (edited("config.json", num_hidden_layers=True), "must be an integer of at least 1, given: True"),
-    "huge-number": (edited("config.json", rms_norm_eps=10**400), "`rms_norm_eps` must be a positive number"),
+    "huge-number": (
+        edited("config.json", rms_norm_eps=10**400),
+        "`rms_norm_eps` must be a number from 1.2e-38",
+    ),
     "nan": (
         edited("config.json", rms_norm_eps=float("nan")),
-        "must be a positive number up to 3.4e[+]38, given: nan",
+        "must be a number from 1.2e-38 to 3.4e[+]38, given: nan",
     ),
     "infinite": (
         edited("config.json", rms_norm_eps=float("inf")),
-        "must be a positive number up to 3.4e[+]38, given: inf",
+        "must be a number from 1.2e-38 to 3.4e[+]38, given: inf",
     ),
     "long-value": (edited("config.json", model_type="x" * 10**6), r"`model_type` is 'xxx.{0,200}; supported"),
     "slow-key": (edited("config.json", **{"expert_" * 30_000 + "\n": 8}), "mixtures of experts"),
