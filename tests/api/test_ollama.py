@@ -316,7 +316,7 @@ def test_a_model_of_the_hub_is_pulled_under_the_name_that_was_asked_for(
     assert (progress["status"], progress["completed"], progress["total"]) == ("converting", 1, 2)
     assert str(progress["digest"]).startswith("sha256:")
     assert success == {"status": "success"}
-    assert gateway.done == [f"deploy {deployed} auto none False"]
+    assert gateway.done == [f"deploy {deployed} auto auto False"]
     assert pull(gateway, model, stream=False).json() == {"status": "success"}
 
 

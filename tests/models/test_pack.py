@@ -278,7 +278,7 @@ def test_weight_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
     broken[3, 5] = float("nan")
     directory = _edited("llama-gqa", tmp_path, **{"model.layers.1.mlp.down_proj.weight": broken})
 
-    with pytest.raises(BadCheckpoint, match=r"`layers\.1\.down\.weight` from row 0 on: .* NaN or infinity"):
+    with pytest.raises(BadCheckpoint, match=r"`layers\.1\.down\.weight`: from row 0 on: .* NaN or infinity"):
         _packed(directory, quant="int8")
 
 
