@@ -37,7 +37,7 @@ def test_an_adapter_is_listed_with_its_base_as_parent(gateway: FakeGateway) -> N
 
 def test_an_adapter_is_deployed_with_a_base(gateway: FakeGateway) -> None:
     request(gateway, "POST", "/hearth/models", {"source": "/l", "name": "shop", "base": "tiny"})
-    assert gateway.done == ["deploy /l shop auto none False of tiny"]
+    assert gateway.done == ["deploy /l shop auto auto False of tiny"]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_adapters_are_loaded_and_unloaded_in_the_words_of_vllm(gateway: FakeGate
         200,
         "Success: LoRA adapter 'shop' removed successfully.",
     )
-    assert gateway.done == [f"deploy {path} shop auto none False of tiny as adapter", "remove shop"]
+    assert gateway.done == [f"deploy {path} shop auto auto False of tiny as adapter", "remove shop"]
 
 
 def test_a_directory_comes_before_a_repository_of_that_name(
@@ -72,7 +72,7 @@ def test_a_directory_comes_before_a_repository_of_that_name(
     monkeypatch.chdir(tmp_path)
     assert parse_source("org/shop") == PathSource(tmp_path / "org" / "shop")
     request(gateway, "POST", LOAD, {"lora_name": "shop", "lora_path": "org/shop", "load_inplace": True})
-    assert gateway.done == ["deploy org/shop shop auto none True as adapter"]
+    assert gateway.done == ["deploy org/shop shop auto auto True as adapter"]
 
 
 def test_a_preset_is_no_adapter_to_unload(gateway: FakeGateway) -> None:

@@ -311,7 +311,9 @@ def test_a_suffix_asks_for_the_text_between(coder: FakeGateway) -> None:
     assert [request.prompt for request in coder.requests] == [
         InfillPrompt(MARKS[0], prefix, "():") for prefix in ("def ", "if ")
     ]
-    assert coder.requests[0].sampling.stop_ids == (7, coder.tokenizer_.token_id("<|fim_pad|>"))
+    marks = ("prefix", "suffix", "middle", "pad")
+    ends = tuple(coder.tokenizer_.token_id(f"<|fim_{mark}|>") for mark in marks)
+    assert coder.requests[0].sampling.stop_ids == (7, *ends)
 
 
 def test_a_suffix_needs_a_prompt_of_text(coder: FakeGateway) -> None:

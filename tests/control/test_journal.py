@@ -293,8 +293,8 @@ FORMAT = {
     "Replica": (
         "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s has_served "
         "is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin is_pin_refused "
-        "notified_hold is_dropped kv_share prefixes num_prompt_tokens max_kv_tokens demand_tokens room_tokens "
-        "prompts_until_s spare prewarmed"
+        "notified_hold is_dropped kv_share prefixes num_prompt_tokens max_kv_tokens demand_tokens "
+        "room_tokens prompts_until_s spare prewarmed"
     ),
     "ReplicaState": "model worker facts running stages",
     "Request": (

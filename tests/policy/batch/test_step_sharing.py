@@ -50,6 +50,14 @@ def test_going_idle_for_a_moment_does_not_pay() -> None:
     assert sharing.next([A, B]) == B
 
 
+def test_a_step_counts_that_was_made_without_asking() -> None:
+    """A later stage runs a step that it has prepared as soon as its hidden states come."""
+    sharing = StepSharing()
+    sharing.next([A])
+    sharing.stepped(B, 1.0)
+    assert sharing.next([A, B]) == A
+
+
 def test_after_all_were_idle_nobody_is_behind() -> None:
     sharing = StepSharing()
     sharing.next([A])

@@ -106,7 +106,8 @@ class StepSharing:
         return model
 
     def stepped(self, model: ModelId, seconds: float) -> None:
-        self._spent_s[model] += seconds
+        """Count a step, also of a model that stepped without `next`."""
+        self._spent_s[model] = self._spent_s.get(model, 0.0) + seconds
         self._num_steps += 1
         self._last_step[model] = self._num_steps
 
