@@ -69,6 +69,7 @@ def head(cluster: SmallCluster, expected: list[str]) -> Service:
     head.wait_for_workers()
     head.unload("wide", free=True)
     eventually("nothing is in memory", lambda: not head.residents())
+    eventually("the head has heard that host memory is empty", lambda: not any(host_used(head)))
     return head
 
 
@@ -103,6 +104,11 @@ def marks(head: Service, told: Told) -> list[str]:
     found = head.explain(told.answer_id)["marks"]
     assert isinstance(found, list)
     return [f"{one['what']} {one['detail']}" for one in found if isinstance(one, dict)]
+
+
+def host_used(head: Service) -> list[Json]:
+    """Bytes by node: of a model that is in host memory, no staged start is made."""
+    return [node["host_used_bytes"] for node in head.http.get("/hearth/nodes").json()]
 
 
 def staged_layers(head: Service) -> list[Json]:
