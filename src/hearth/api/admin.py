@@ -39,7 +39,9 @@ class DeployBody(OwnBody):
     )
     name: Text | None = Field(None, max_length=128, description="Default: derived from the source.")
     dtype: Text = Field("auto", max_length=32)
-    quant: Text = Field("auto", max_length=32, description="Default: as in the source.")
+    quant: Text = Field(
+        "auto", max_length=32, description="int8, fp8 or int4; by default linear layers are not quantised."
+    )
     overwrite: bool = Field(False, description="Replace the model of that name.")
     base: Text | None = Field(
         None, max_length=128, description="Deploy the source as a LoRA adapter of this model."

@@ -53,7 +53,9 @@ class Quant(StrEnum):
     INT4 = "int4"
 
 
-QUANT_HELP = "Quantise linear layers to 8 or 4 bits; auto: as in SOURCE; none: dequantise."
+QUANT_HELP = (
+    "Quantise linear layers to 8 or 4 bits; auto, none: do not. Quantised GGUF files are dequantised first."
+)
 
 
 NameOrPath = Annotated[

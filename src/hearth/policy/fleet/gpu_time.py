@@ -9,6 +9,7 @@ So the times of models add up to the total, and those of requests and idle time 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
 from hearth.core.types import ModelId, RequestId, WorkerId, model_of
@@ -16,6 +17,8 @@ from hearth.policy.fleet.capacity import RETAINED
 from hearth.policy.fleet.records import Request, Worker
 
 SECONDS_PER_HOUR = 3600.0
+#: More than devices are taken in a simulation; a service runs for months.
+MAX_GAPS = 1 << 16
 
 
 def cost_of(gpu_s: float, hour_price: float | None) -> float | None:
@@ -58,8 +61,8 @@ class GpuTime:
         #: By API key, or tenant of a trace; None: requests without one. Idle time is of no key.
         self.by_key: dict[str | None, float] = {}
         self.most = 0  #: devices held at a time
-        #: How long each device that was taken had been free. The one freed last is taken; inf: none was.
-        self.gaps_s: list[float] = []
+        #: How long devices taken of late had been free. The one freed last is taken; inf: none was.
+        self.gaps_s: deque[float] = deque(maxlen=MAX_GAPS)
         self._freed_s: list[float] = []  #: when devices were freed that are not held again
         self._held: dict[WorkerId, _Held] = {}
         self._ended_s = 0.0  #: of devices that are not held any more
