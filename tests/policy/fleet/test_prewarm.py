@@ -98,6 +98,17 @@ def test_a_request_in_time_gives_the_budget_back() -> None:
     assert budget.device_s == pytest.approx(3600.0)
 
 
+def test_a_model_that_is_not_kept_when_idle_is_not_kept_for_a_forecast() -> None:
+    desk = saved_up(keep_alive_s=0.0)
+    desk.ask("r", "m")
+    desk.ready("m", "w0")
+    desk.now_s += 10.0
+    desk.finish("r")
+    replica = desk.fleet.models[ModelId("m")].replicas
+    assert [one.hold for one in replica.values()] == [Hold.RETAINED]
+    assert of(Prewarm, forecast(desk, 100.0)) == []
+
+
 def test_without_budget_nothing_is_loaded() -> None:
     desk = Desk(BrainConfig(prewarming=Prewarming(budget=0.01)))
     desk.deploy(profile("m", keep_alive_s=100.0))

@@ -145,9 +145,9 @@ def _prewarm(
         worker, own_bytes = place.worker, place.footprint.promise.own_bytes
         seconds = expected.lead_s + model.unpinned_s
     cost_s = seconds * own_bytes / worker.promises.budget_bytes
-    if not fleet.prewarm_budget.take(cost_s):
-        return []
     hold = PrewarmHold(fleet.now_s + seconds, cost_s)
+    if hold.until_s <= fleet.now_s or not fleet.prewarm_budget.take(cost_s):  # `keep_alive` may be 0
+        return []
     told = Prewarm(
         model.name,
         worker.name,
