@@ -56,6 +56,13 @@ def test_requests_share_the_time_of_their_model_and_models_that_of_their_device(
     assert fleet.gpu_time.model(B, 6.0).held_s == pytest.approx(2.0)
 
 
+def test_a_removed_model_is_counted_until_its_last_pipeline_has_left() -> None:
+    fleet = fleet_of(A)
+    step(fleet, RequestArrived(0.0, RequestId("r0"), A, 5, 5))
+    fleet.gpu_time.forget(A)
+    assert fleet.gpu_time.model(A, 2.0).held_s == pytest.approx(2.0)
+
+
 def test_a_removed_model_is_forgotten_and_its_time_is_still_in_the_total() -> None:
     fleet = fleet_of(A)
     step(fleet, RequestArrived(0.0, RequestId("r0"), A, 5, 5))

@@ -67,6 +67,9 @@ def test_a_request_would_go_to_the_cheapest_replica_with_a_free_slot(
         if chosen is None:
             assert not is_open
             continue
+        if chosen.replica.model is not model:  # a pipeline of workers that load it
+            assert not any(model.usable[name].is_ready for name in is_open)
+            continue
         options = {option.worker: option for option in chosen.options}
         assert len(options) <= MAX_OPTIONS
         possible = {name for name, option in options.items() if option.obstacle is None}
@@ -258,7 +261,7 @@ def test_a_model_has_an_untried_place_only_where_it_has_not_failed_and_idle_mode
             for worker in fleet.workers.values()
             if worker.kind in footprints
             and worker.name not in model.failed_on
-            and worker.name not in model.replicas
+            and model.name not in worker.replicas
             and not worker.is_draining
         ]
         assert has_untried_place(fleet, model) == any(untried)

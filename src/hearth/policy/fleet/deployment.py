@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hearth.core.types import ModelId, NodeId
 from hearth.policy.fleet.device_bytes import forget_model, free_retired, record_bytes
 from hearth.policy.fleet.events import Action, ModelStopped, RejectReason
@@ -48,6 +50,7 @@ def remove_model(fleet: Fleet, name: ModelId) -> list[Action]:
     actions: list[Action] = [reject(fleet, r, RejectReason.MODEL_REMOVED, message) for r in waiting]
     before, model.profile = model.profile, None
     model.named_keep_alive_s, model.largest_holders, model.forecast = None, (), None
+    model.forecast_due_s = math.inf
     fleet.forecasts_due.drop(name)
     model.residency.clear()
     model.clear_failures()

@@ -253,7 +253,8 @@ class Fleet:
             self.reindex(last)
         if model.profile is None and not model.replicas:
             del self.models[model.name]
-            self.gpu_time.forget(model.name)
+        if (whole := model_of(model.name)) not in self.models:
+            self.gpu_time.forget(whole)
 
     def reindex(self, replica: Replica) -> None:
         model = replica.model

@@ -121,5 +121,8 @@ class GpuTime:
         self.by_key[request.key] = self.by_key.get(request.key, 0.0) + time.per_request_s - begun_s
 
     def forget(self, name: ModelId) -> None:
-        """Forget a model that was removed and has no replica."""
-        self.by_model.pop(name, None)
+        """Forget a model that was removed, unless it still holds a device or has a request."""
+        time = self.by_model.get(name)
+        is_held = any(name in one.shares for one in self._held.values())
+        if time is not None and not is_held and not time.num_running:
+            del self.by_model[name]

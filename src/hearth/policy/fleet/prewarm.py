@@ -60,7 +60,7 @@ def follow_forecasts(fleet: Fleet) -> list[Action]:
         if (forecast := model.forecast) is not None and model.profile is not None:
             actions += _follow(fleet, model, model.profile, forecast, prewarming)
         else:
-            fleet.forecasts_due.drop(model.name)
+            _look_again(fleet, model, math.inf)
     return actions
 
 
