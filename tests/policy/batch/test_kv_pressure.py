@@ -26,10 +26,11 @@ def test_a_demand_that_swings_around_the_room_is_no_edge() -> None:
     assert edges(995, 1005, 995, 1005, 1010) == [995]
 
 
-def test_a_model_without_requests_is_reported_once() -> None:
+def test_a_model_without_requests_is_reported_once_and_so_is_its_next_request() -> None:
     watch = PressureWatch()
     assert [watch.is_edge(KvPressure(one, 1000)) for one in (10, 0, 0)] == [True, True, False]
     assert not watch.has_reported_demand
+    assert watch.is_edge(KvPressure(5, 1000))
 
 
 @given(st.lists(RATIOS, min_size=1, max_size=60))

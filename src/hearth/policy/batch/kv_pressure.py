@@ -74,7 +74,7 @@ class PressureWatch:
     def is_edge(self, pressure: KvPressure) -> bool:
         """True if a report is due, which is then assumed to be sent."""
         ratio, reported = pressure.ratio, self._reported
-        if reported is not None and ratio != 0.0:
+        if reported and ratio:
             moved = abs(ratio - reported)
             has_crossed = (ratio > 1.0) is not (reported > 1.0)
             if moved < STEP and not (has_crossed and moved >= EDGE):
