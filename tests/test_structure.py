@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "control": BASE | {"node", "snapshot", "store", "text"},
     "api": {"control", "core", "policy", "system", "text"},
     "sim": {"core", "policy", "snapshot"},
+    "forecast": BASE,
     "inputs": {"core", "text"},
     "outputs": {"core"},
     "vllm_options": {"core"},

@@ -1,0 +1,1 @@
+"""Forecasts how many requests will come for each model."""
