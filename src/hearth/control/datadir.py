@@ -4,6 +4,7 @@ VERSION             of this layout
 registry.db         deployed models (`registry.py`)
 keys.json           API keys (`keys.py`)
 usage.json          usage by key (`key_usage.py`)
+request_history     requests by model and time (`request_history.py`)
 models/ chunks/     the store's: converted models, chunks from object storage
 hashes/             the store's: digests of files that this machine has verified
 downloads/          checkpoints on their way to models/
@@ -55,6 +56,7 @@ class DataDir:
         self.registry_path = path / "registry.db"
         self.keys_path = path / "keys.json"
         self.usage_path = path / "usage.json"
+        self.request_history_path = path / "request_history"
         self.models_path = path / "models"
         self.downloads_path = path / "downloads"
         self.kernels_path = path / "kernels"

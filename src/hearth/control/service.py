@@ -38,6 +38,7 @@ from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.service_views import ServiceViews
 from hearth.control.observe.tracing import Tracing, tracing_of
 from hearth.control.ray_process import RayProcess
+from hearth.control.request_history import RequestHistory
 from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.tokenization import PromptEncoder
@@ -233,9 +234,24 @@ async def running(
         keys = keys_of(service, data_dir)
         usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
         stack.push_async_callback(usage.close)
+        requests = RequestHistory(data_dir.request_history_path, metrics)
+        stack.push_async_callback(requests.write)
+        driver.add_sink(requests.observe)
+        recording = asyncio.create_task(requests.run(lambda: None))
+        stack.push_async_callback(_cancelled, recording)
         noting = [
             one
-            for one in (usage, journal, process_log, access_log, tracing, template, reports, declared)
+            for one in (
+                usage,
+                requests,
+                journal,
+                process_log,
+                access_log,
+                tracing,
+                template,
+                reports,
+                declared,
+            )
             if one is not None
         ]
         views = ServiceViews(
