@@ -25,9 +25,7 @@ def trace(directory: Path) -> str:
 
 
 def test_a_trace_is_simulated_and_its_figures_shown(hearth: Hearth, tmp_path: Path) -> None:
-    told = hearth(
-        *("simulate", "--trace", trace(tmp_path), "--models", "7b,3b", "--profile", machine(tmp_path))
-    )
+    told = hearth(*("simulate", trace(tmp_path), "--models", "7b,3b", "--profile", machine(tmp_path)))
     assert told.code == 0
     assert told.err == ""  # a bar is for terminals
     for name in ("first token", "completion", "longest pause", "on time", "turns", "pauses", "moved"):
@@ -36,14 +34,14 @@ def test_a_trace_is_simulated_and_its_figures_shown(hearth: Hearth, tmp_path: Pa
 
 
 def test_models_that_nobody_asks_for_are_told(hearth: Hearth, tmp_path: Path) -> None:
-    asked = ("simulate", "--trace", trace(tmp_path), "--models", "3b*5", "--profile", machine(tmp_path))
+    asked = ("simulate", trace(tmp_path), "--models", "3b*5", "--profile", machine(tmp_path))
     told = hearth(*asked, "--json")
     assert "2 of 5 models get no request" in told.err
     assert json.loads(told.out)["num_requests"] == 25
 
 
 def test_refused_requests_are_counted_by_reason(hearth: Hearth, tmp_path: Path) -> None:
-    asked = ("simulate", "--trace", trace(tmp_path), "--models", "7b,3b", "--profile", machine(tmp_path))
+    asked = ("simulate", trace(tmp_path), "--models", "7b,3b", "--profile", machine(tmp_path))
     assert "17 never_fits" in hearth(*asked, "--memory", "10GiB").out
     report = json.loads(hearth(*asked, "--memory", "10GiB", "--json").out)
     assert (report["num_refused"], report["refusals"]) == (17, {"never_fits": 17})
@@ -51,7 +49,7 @@ def test_refused_requests_are_counted_by_reason(hearth: Hearth, tmp_path: Path) 
 
 def test_the_same_seed_draws_the_same_workload(hearth: Hearth, tmp_path: Path) -> None:
     asked = [
-        *("simulate", "--trace", "gamma:2:3", "--models", "7b*3", "--length", "10", "--json"),
+        *("simulate", "gamma:2:3", "--models", "7b*3", "--length", "10", "--json"),
         *("--profile", machine(tmp_path)),
     ]
     first, again, other = (json.loads(hearth(*asked, "--seed", seed).out) for seed in ("1", "1", "2"))
@@ -61,7 +59,7 @@ def test_the_same_seed_draws_the_same_workload(hearth: Hearth, tmp_path: Path) -
 
 
 def test_windows_speed_and_cuts_change_what_arrives(hearth: Hearth, tmp_path: Path) -> None:
-    asked = ("simulate", "--trace", trace(tmp_path), "--profile", machine(tmp_path), "--json")
+    asked = ("simulate", trace(tmp_path), "--profile", machine(tmp_path), "--json")
     window = json.loads(hearth(*asked, "--length", "2.4").out)
     assert window["num_requests"] == 12
     fast = json.loads(hearth(*asked, "--length", "2.4", "--speed", "4").out)
@@ -72,7 +70,7 @@ def test_windows_speed_and_cuts_change_what_arrives(hearth: Hearth, tmp_path: Pa
 
 def test_a_policy_is_chosen(hearth: Hearth, tmp_path: Path) -> None:
     asked = [
-        *("simulate", "--trace", trace(tmp_path), "--profile", machine(tmp_path)),
+        *("simulate", trace(tmp_path), "--profile", machine(tmp_path)),
         *("--models", "7b,7b", "--speed", "8"),
     ]
     turns, drain, alone = (
@@ -83,17 +81,34 @@ def test_a_policy_is_chosen(hearth: Hearth, tmp_path: Path) -> None:
     assert turns["first_token_s"]["p99"] < alone["first_token_s"]["p99"]
 
 
+def test_the_least_number_of_devices_is_found(hearth: Hearth, tmp_path: Path) -> None:
+    asked = [
+        *("simulate", trace(tmp_path), "--profile", machine(tmp_path), "--models", "7b,7b,3b"),
+        *("--speed", "8", "--on-time", "0.35", "--find", "--target", "90", "--device-hour-price", "2"),
+    ]
+    found = json.loads(hearth(*asked, "--json").out)
+    by_number = {one["num_gpus"]: one["requests_on_time"] for one in found["tried"]}
+    assert by_number[found["num_gpus"]] >= 0.9 > by_number[found["num_gpus"] - 1]
+    assert found["cost_per_day"] == 48 * found["num_gpus"]
+    told = hearth(*asked)
+    assert told.out.startswith(f"{found['num_gpus']} GPUs serve ")
+    assert f"for {found['cost_per_day']:.2f} a day" in told.out
+    assert "all 25 requests" in told.out
+    sampled = hearth(*asked, "--speed", "0.1", "--sample", "10")
+    assert "of 25 requests. The busiest windows are among them" in sampled.out
+
+
 def test_wrong_input_is_explained(hearth: Hearth, tmp_path: Path) -> None:
     path, profile = trace(tmp_path), machine(tmp_path)
     for words, complaint in [
-        (("--trace", "poisson:often"), "poisson:RATE or gamma:RATE:CV, given: `poisson:often`"),
-        (("--trace", "gamma:2"), "poisson:RATE or gamma:RATE:CV, given: `gamma:2`"),
-        (("--trace", path, "--models", "7b*0"), "given: '7b*0'"),
-        (("--trace", path, "--models", "huge"), "`huge`"),
-        (("--trace", path, "--memory", "much"), "a size is a number"),
-        (("--trace", path, "--begin", "1000"), "no request"),
-        (("--trace", str(tmp_path / "none.csv")), "none.csv"),
-        (("--trace", path, "--pace", "-1"), "greater than or equal to 0"),
+        (("poisson:often",), "poisson:RATE or gamma:RATE:CV, given: `poisson:often`"),
+        (("gamma:2",), "poisson:RATE or gamma:RATE:CV, given: `gamma:2`"),
+        ((path, "--models", "7b*0"), "given: '7b*0'"),
+        ((path, "--models", "huge"), "`huge`"),
+        ((path, "--memory", "much"), "a size is a number"),
+        ((path, "--begin", "1000"), "no request"),
+        ((str(tmp_path / "none.csv"),), "none.csv"),
+        ((path, "--pace", "-1"), "greater than or equal to 0"),
     ]:
         refused = hearth("simulate", "--profile", profile, *words)
         assert (refused.code, refused.out) == (2, "")

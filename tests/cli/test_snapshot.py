@@ -224,7 +224,7 @@ def test_nothing_is_made_by_looking(hearth: Hearth, data_dir: Path) -> None:
 
 
 def test_a_simulation_runs_by_the_snapshot_of_a_model(hearth: Hearth, snapshot: Path) -> None:
-    words = ("--trace", "poisson:1", "--length", "5", "--json")
+    words = ("poisson:1", "--length", "5", "--json")
     shown = hearth("simulate", *words, "--profile", "snapshot:tiny", "--models", "1b")
     assert (shown.code, shown.err) == (0, "")
     assert json.loads(shown.out)["num_requests"] > 0

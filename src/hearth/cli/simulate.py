@@ -10,10 +10,11 @@ from random import Random
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_table
 from hearth.cli.figures import precise, size
+from hearth.cli.progress import step_bar
+from hearth.cli.sizing import find
 from hearth.cli.snapshot import cost_profile
 from hearth.core.config import parse_bytes
 from hearth.core.errors import ConfigError
@@ -37,15 +38,15 @@ DRAWN_S = 600.0
 def simulate(
     trace: Annotated[
         str,
-        typer.Option("--trace", metavar="TRACE", help="Arrivals: a file, poisson:RATE or gamma:RATE:CV."),
+        typer.Argument(metavar="TRACE", help="Arrivals: a file, poisson:RATE or gamma:RATE:CV."),
     ],
     models: Annotated[
         str, typer.Option("--models", metavar="SHAPES", help="Model sizes, such as 1b,7b,3b or 7b*40.")
     ] = "7b",
     workers: Annotated[int, typer.Option("--workers", min=1, help="Number of devices.")] = 1,
-    nodes: Annotated[
-        int, typer.Option("--nodes", min=1, help="Number of machines that the workers are spread over.")
-    ] = 1,
+    gpus_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", min=1, metavar="N", help="Devices of each machine, at most.")
+    ] = 8,
     link: Annotated[
         float, typer.Option("--link", metavar="GBIT/S", help="Network of each machine, in each direction.")
     ] = 25.0,
@@ -107,6 +108,21 @@ def simulate(
         float | None,
         typer.Option("--device-hour-price", min=0, metavar="PRICE", help="Price of a device per hour."),
     ] = None,
+    is_find: Annotated[
+        bool, typer.Option("--find", help="Find the number of devices that the workload needs.")
+    ] = False,
+    target: Annotated[
+        float,
+        typer.Option(
+            "--target", min=0, max=100, metavar="PERCENT", help="Requests on time that --find looks for."
+        ),
+    ] = 99.0,
+    max_requests: Annotated[
+        int,
+        typer.Option(
+            "--sample", min=1, metavar="REQUESTS", help="Requests that --find simulates at a time, about."
+        ),
+    ] = 6000,
     seed: Annotated[int, typer.Option("--seed", help="Random seed.")] = 0,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
@@ -120,27 +136,30 @@ def simulate(
     starting over after the last. Lengths that a trace lacks are drawn from --lengths; without it, a prompt
     has 512 tokens and an answer 128. Token i is on time if it comes by arrival + --on-time + i / 10 s.
 
+    --find tries numbers of devices on all cores of this machine. Of a long workload it simulates the busiest
+    windows, and some less busy ones in the place of all others; the answer says which.
+
     [bold]Examples[/bold]
 
-      hearth simulate --trace arena.csv --models 1b,7b,3b --length 240 --speed 3
+      hearth simulate arena.csv --models 1b,7b,3b --length 240 --speed 3
 
-      hearth simulate --trace poisson:2 --models "7b*10" --policy drain
+      hearth simulate poisson:2 --models "7b*10" --policy drain
 
-      hearth simulate --trace gamma:2:4 --models "3b*20" --workers 4 --json
+      hearth simulate gamma:2:4 --models "3b*20" --workers 4 --json
 
-      hearth simulate --trace poisson:9 --models "7b*40" --workers 8 --nodes 2
+      hearth simulate poisson:9 --models "7b*40" --workers 8 --gpus-per-node 4
 
-      hearth simulate --trace poisson:1 --profile snapshot:mine --models "mine*4"
+      hearth simulate poisson:1 --profile snapshot:mine --models "mine*4"
+
+      hearth simulate arena.csv --models "7b*27" --memory 72GiB --find --device-hour-price 2.5
     """
-    if nodes > workers:
-        raise ConfigError(f"`--nodes` must be at most `--workers`, {workers}, given: {nodes}")
     if link <= 0:
         raise ConfigError(f"`--link` must be more than 0 Gbit/s, given: {link:g}")
     setting = SimulationSetting(
         shapes=parse_models(models),
         memory_bytes=parse_bytes(memory),
         num_workers=workers,
-        num_nodes=nodes,
+        num_nodes=math.ceil(workers / gpus_per_node),
         transfers=Transfers(link * 1e9 / 8, None if disk is None else disk * 1e9),
         device_hour_price=device_hour_price,
         policy=policy,
@@ -158,12 +177,12 @@ def simulate(
     if num_idle := len(names) - len(workload.tenants):
         err.print(f"{num_idle} of {len(names)} models get no requests: the window has too few tenants")
     machine = _machine(profile, data_dir)
-    columns = ("simulating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:
-        task = shown.add_task("", total=len(workload.requests))
-        report = run_simulation(
-            workload, setting, machine, lambda num_answered: shown.update(task, completed=num_answered)
-        )
+    if is_find:
+        find(workload, setting, machine, gpus_per_node, target / 100, max_requests, as_json=as_json)
+        return
+    with step_bar("simulating") as advance:
+        total = len(workload.requests)
+        report = run_simulation(workload, setting, machine, lambda num: advance(num, total))
     if as_json:
         typer.echo(json.dumps({"trace": workload.name, "seed": seed, "profile": profile, **asdict(report)}))
     else:
@@ -187,7 +206,7 @@ def _workload(
     try:
         rate, cv = map(float, numbers if kind == "gamma" else (*numbers, "1"))
     except ValueError as error:
-        raise ConfigError(f"`--trace` takes poisson:RATE or gamma:RATE:CV, given: `{text}`") from error
+        raise ConfigError(f"a drawn workload is poisson:RATE or gamma:RATE:CV, given: `{text}`") from error
     length_s = DRAWN_S if math.isinf(length_s) else length_s
     rates = dict.fromkeys(models, rate / len(models))
     return draw_trace(text, steady(rates, begin_s + length_s, cv), lengths, chooser).window(begin_s, length_s)

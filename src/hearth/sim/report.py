@@ -63,7 +63,7 @@ class SimulationReport:
 def report_of(service: SimulatedService) -> SimulationReport:
     answers, workers = list(service.answers.values()), [*service.workers.values(), *service.given_back]
     on_time = service.setting.on_time
-    num_on_time = [answer.count_on_time(on_time.first_token_s, on_time.tokens_per_s) for answer in answers]
+    num_on_time = [answer.count_on_time(on_time) for answer in answers]
     whole = [answer for answer in answers if answer.why_not is None]
     num_tokens = sum(answer.num_output_tokens for answer in answers)
     num_punctual = sum(num == one.num_output_tokens for num, one in zip(num_on_time, answers, strict=True))

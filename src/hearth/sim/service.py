@@ -54,7 +54,7 @@ from hearth.policy.fleet.records import Worker
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.sim.network import SimulatedNetwork, Transfers
 from hearth.sim.profile import Profile
-from hearth.sim.setting import KIND, TYPICAL, Policy, SimulationSetting
+from hearth.sim.setting import KIND, TYPICAL, OnTime, Policy, SimulationSetting
 from hearth.sim.stepped_model import (
     HostOrder,
     Paused,
@@ -111,10 +111,14 @@ class SimulatedAnswer:
     def longest_pause_s(self) -> float:
         return max((after - before for before, after in pairwise(self.token_s)), default=0.0)
 
-    def count_on_time(self, first_token_s: float, tokens_per_s: float) -> int:
+    def count_on_time(self, on_time: OnTime) -> int:
         """Return how many tokens were on time: token i is due i / rate after the first."""
-        due_s = self.arrived_s + first_token_s
+        due_s, tokens_per_s = self.arrived_s + on_time.first_token_s, on_time.tokens_per_s
         return sum(at_s <= due_s + index / tokens_per_s for index, at_s in enumerate(self.token_s))
+
+    def is_late(self, on_time: OnTime) -> bool:
+        """True if any token was late or never came."""
+        return self.count_on_time(on_time) < self.num_output_tokens
 
 
 class _Gate:

@@ -1,0 +1,204 @@
+"""Finds the least number of devices with which a workload meets a target, by trying several numbers."""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from ctypes import c_int64
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from multiprocessing import get_context
+from multiprocessing.sharedctypes import Synchronized
+from typing import Self
+
+from hearth.core.types import ModelId
+from hearth.policy.fleet.events import RequestFinished
+from hearth.sim.profile import Profile
+from hearth.sim.sampling import Part, Sample
+from hearth.sim.service import SimulatedService
+from hearth.sim.setting import SimulationSetting
+from hearth.sim.stepped_model import WorkerFact
+from hearth.sim.traces import TracedRequest
+
+MAX_GPUS = 4096
+#: Decode rows of a device that works to capacity, for the estimate with which the search begins.
+TYPICAL_ROWS = 64
+#: More devices do not help if twice as many have nearly as many requests on time and nearly as many late.
+HELPS = 0.9
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """How a workload fares with a number of devices. Becomes JSON."""
+
+    num_gpus: int
+    num_nodes: int
+    requests_on_time: float  #: share of requests with every token on time
+    first_token_p99_s: float | None  #: None: no request got a token
+    gpus_held: float  #: in the mean
+    refusals: dict[str, int]  #: of counted requests, for each reason
+
+
+Attempt = Callable[[Sequence[int]], list[Tried]]
+
+
+def find_num_gpus(attempt: Attempt, target: float, first: int, num_models: int, width: int) -> list[Tried]:
+    """Return all that was tried, by number. The first that meets the target is the least that does, if any.
+
+    `attempt` gets `width` numbers at most. `first`: where to begin.
+    """
+    tried: dict[int, Tried] = {}
+    low, high = 0, math.inf  # `low` fails, `high` meets the target
+    while high - low > 1:
+        if high == math.inf:
+            begin = max(first, 2 * low)
+            nums = [begin << power for power in range(width) if begin << power <= MAX_GPUS]
+        else:
+            nums = sorted({low + (int(high) - low) * part // (width + 1) for part in range(1, width + 1)})
+            nums = [num for num in nums if num > low] or [low + 1]
+        if not nums:
+            break
+        for one in attempt(nums):
+            tried[one.num_gpus] = one
+        met = [num for num, one in tried.items() if one.requests_on_time >= target]
+        high = min(met, default=math.inf)
+        low = max((num for num in tried if num < high), default=0)
+        if high == math.inf and low >= max(num_models, 4 * first) and low // 2 in tried:
+            half, most = tried[low // 2].requests_on_time, tried[low].requests_on_time
+            if most <= half / HELPS and 1 - most >= HELPS * (1 - half):
+                break
+    return [tried[num] for num in sorted(tried)]
+
+
+def load_s(setting: SimulationSetting, profile: Profile) -> Callable[[TracedRequest], float]:
+    """Return how long a request keeps a device busy that works to capacity, about."""
+    shapes = {model: profile.shape(shape) for model, shape in setting.shapes.items()}
+
+    def of(request: TracedRequest) -> float:
+        shape, num_prompt = shapes[ModelId(request.tenant)], min(request.num_input_tokens, setting.context)
+        context = TYPICAL_ROWS * (num_prompt + request.num_output_tokens // 2)
+        row_s = shape.step_s(TYPICAL_ROWS, TYPICAL_ROWS, context) / TYPICAL_ROWS
+        return shape.step_s(num_prompt, 1, num_prompt) + request.num_output_tokens * row_s
+
+    return of
+
+
+def least_gpus(sample: Sample, load_s: Callable[[TracedRequest], float]) -> int:
+    """Return how many devices the busiest window keeps busy, about half of what it needs."""
+    window = sample.parts[0]
+    return max(1, int(sum(map(load_s, window.trace.requests)) / (sample.window_s + window.warm_up_s) / 2))
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How a part of a workload fared."""
+
+    weight: float
+    late: list[bool]  #: of each counted request
+    first_token_s: list[float]
+    refusals: Counter[str]
+    gpu_s: float
+    length_s: float
+
+
+class SizingPool:
+    """Simulates a workload with several numbers of devices at a time, in processes of its own."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        setting: SimulationSetting,
+        profile: Profile,
+        gpus_per_node: int,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """`on_progress` gets the number of answered requests, and of all that the present numbers have."""
+        self._sample, self._setting, self._profile = sample, setting, profile
+        self._gpus_per_node, self._on_progress = gpus_per_node, on_progress
+        self.width = len(os.sched_getaffinity(0))
+        context = get_context("spawn")
+        self._num_ended = context.Value(c_int64, 0)
+        self._processes = ProcessPoolExecutor(self.width, context, _begin, (self._num_ended,))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._processes.shutdown(cancel_futures=True)
+
+    def attempt(self, nums_gpus: Sequence[int]) -> list[Tried]:
+        """Simulate the workload with each number of devices."""
+        parts = self._sample.parts
+        settings = [self._with_gpus(num) for num in nums_gpus]
+        self._num_ended.value = 0
+        jobs = [
+            [self._processes.submit(_simulate, part, setting, self._profile) for part in parts]
+            for setting in settings
+        ]
+        pending, total = set(chain(*jobs)), len(settings) * sum(len(one.trace.requests) for one in parts)
+        while pending:
+            done, pending = wait(pending, POLL_S, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            self._on_progress(self._num_ended.value, total)
+        return [
+            _tried(setting, [future.result() for future in futures])
+            for setting, futures in zip(settings, jobs, strict=True)
+        ]
+
+    def _with_gpus(self, num_gpus: int) -> SimulationSetting:
+        num_nodes = math.ceil(num_gpus / self._gpus_per_node)
+        return replace(self._setting, num_workers=num_gpus, num_nodes=num_nodes)
+
+
+def _tried(setting: SimulationSetting, outcomes: Sequence[_Outcome]) -> Tried:
+    all_weight = sum(outcome.weight * len(outcome.late) for outcome in outcomes)
+    late_weight = sum(outcome.weight * sum(outcome.late) for outcome in outcomes)
+    ranked = sorted((s, outcome.weight) for outcome in outcomes for s in outcome.first_token_s)
+    weight_below = list(accumulate(weight for _, weight in ranked))
+    p99 = bisect_left(weight_below, 0.99 * weight_below[-1]) if ranked else 0
+    gpu_s = sum(outcome.weight * outcome.gpu_s for outcome in outcomes)
+    return Tried(
+        setting.num_workers,
+        setting.num_nodes,
+        1 - late_weight / max(1.0, all_weight),
+        ranked[p99][0] if ranked else None,
+        gpu_s / sum(outcome.weight * outcome.length_s for outcome in outcomes),
+        dict(sum((outcome.refusals for outcome in outcomes), Counter())),
+    )
+
+
+# In the processes.
+
+_num_ended: Synchronized[int]
+
+
+def _begin(num_ended: Synchronized[int]) -> None:
+    global _num_ended
+    _num_ended = num_ended
+
+
+def _simulate(part: Part, setting: SimulationSetting, profile: Profile) -> _Outcome:
+    def watch(fact: WorkerFact) -> None:
+        if isinstance(fact, RequestFinished):
+            with _num_ended.get_lock():
+                _num_ended.value += 1
+
+    service = SimulatedService(setting, profile, watch)
+    service.ask(part.trace.requests)
+    service.run()
+    service.check()
+    counted = [one for one in service.answers.values() if one.arrived_s >= part.warm_up_s]
+    return _Outcome(
+        part.weight,
+        [one.is_late(setting.on_time) for one in counted],
+        [one.first_token_s for one in counted if one.token_s],
+        Counter(one.why_not for one in counted if one.why_not is not None),
+        service.gpu_s,
+        service.now_s,
+    )
