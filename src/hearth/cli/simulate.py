@@ -113,9 +113,7 @@ def simulate(
     ] = False,
     target: Annotated[
         float,
-        typer.Option(
-            "--target", min=0, max=100, metavar="PERCENT", help="Requests on time that --find looks for."
-        ),
+        typer.Option("--target", min=0, metavar="PERCENT", help="Requests on time that --find looks for."),
     ] = 99.0,
     max_requests: Annotated[
         int,
@@ -151,7 +149,7 @@ def simulate(
 
       hearth simulate poisson:1 --profile snapshot:mine --models "mine*4"
 
-      hearth simulate arena.csv --models "7b*27" --memory 72GiB --find --device-hour-price 2.5
+      hearth simulate arena.csv --models "7b*27" --find
     """
     if link <= 0:
         raise ConfigError(f"`--link` must be more than 0 Gbit/s, given: {link:g}")

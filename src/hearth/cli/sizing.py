@@ -13,10 +13,11 @@ from hearth.cli.figures import duration, precise
 from hearth.cli.progress import step_bar
 from hearth.policy.fleet.gpu_time import SECONDS_PER_HOUR, cost_of
 from hearth.sim.profile import Profile
-from hearth.sim.sampling import Sample, sample
+from hearth.sim.sampling import TraceSample, sample
 from hearth.sim.setting import SimulationSetting
 from hearth.sim.sizing import SizingPool, Tried, find_num_gpus, least_gpus, load_s
 from hearth.sim.traces import Trace
+from hearth.system.cpus import num_usable_cores
 
 DAY_S = 24 * SECONDS_PER_HOUR
 
@@ -33,17 +34,17 @@ def find(
 ) -> None:
     busy_s = load_s(setting, profile)
     sampled = sample(trace, busy_s, max_requests)
-    first = least_gpus(sampled, busy_s)
+    first, width = least_gpus(sampled, busy_s), num_usable_cores()
     with (
         step_bar("simulating") as advance,
-        SizingPool(sampled, setting, profile, gpus_per_node, advance) as pool,
+        SizingPool(sampled, setting, profile, gpus_per_node, width, advance) as pool,
     ):
 
         def attempt(nums: Sequence[int]) -> list[Tried]:
             advance(0, None, f"trying {' and '.join(map(str, nums))} GPUs")
             return pool.attempt(nums)
 
-        tried = find_num_gpus(attempt, target, first, len(setting.shapes), pool.width)
+        tried = find_num_gpus(attempt, target, first, len(setting.shapes), width)
     found = next((one for one in tried if one.requests_on_time >= target), None)
     price = setting.device_hour_price
     if as_json:
@@ -94,7 +95,7 @@ def _answer(tried: Sequence[Tried], found: Tried | None, target: float, setting:
     )
 
 
-def _about(sampled: Sample) -> str:
+def _about(sampled: TraceSample) -> str:
     num, window = sampled.num_requests, duration(sampled.window_s)
     if sampled.is_whole:
         return f"Simulated: all {num:,} requests, beginning with empty devices."

@@ -10,9 +10,10 @@ requests on time is more likely understated than overstated.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hearth.sim.traces import Trace, TracedRequest
 
@@ -25,19 +26,20 @@ MIN_PARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SampledWindow:
     trace: Trace
-    warm_up_s: float = 0.0  #: requests that arrive before are not counted
+    num_before: int = 0  #: requests of the warm-up, which are not counted
+    before_s: float = 0.0  #: its length
     weight: float = 1.0  #: requests of the workload that each counted one stands for
 
     @property
     def num_counted(self) -> int:
-        return sum(request.arrival_s >= self.warm_up_s for request in self.trace.requests)
+        return len(self.trace.requests) - self.num_before
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    parts: tuple[Part, ...]  #: the busiest first
+class TraceSample:
+    parts: tuple[SampledWindow, ...]  #: the busiest first
     num_windows: int
     window_s: float
     num_requests: int  #: of the workload
@@ -51,7 +53,7 @@ class Sample:
         return sum(part.num_counted for part in self.parts)
 
 
-def sample(trace: Trace, load_s: Callable[[TracedRequest], float], max_requests: int) -> Sample:
+def sample(trace: Trace, load_s: Callable[[TracedRequest], float], max_requests: int) -> TraceSample:
     """Return windows with about `max_requests` requests, warm-up included, or all of a shorter workload.
 
     `load_s`: of a request, on a device.
@@ -59,7 +61,7 @@ def sample(trace: Trace, load_s: Callable[[TracedRequest], float], max_requests:
     num_requests = len(trace.requests)
     length_s = math.nextafter(trace.requests[-1].arrival_s, math.inf)
     if num_requests <= max_requests:
-        return Sample((Part(trace),), 1, length_s, num_requests)
+        return TraceSample((SampledWindow(trace),), 1, length_s, num_requests)
     window_s, ratio = length_s, 2
     while True:
         if window_s / 2 >= MIN_WINDOW_S:
@@ -69,23 +71,35 @@ def sample(trace: Trace, load_s: Callable[[TracedRequest], float], max_requests:
         parts = _parts(trace, load_s, window_s, ratio)
         num_simulated = sum(len(part.trace.requests) for part in parts)
         if num_simulated <= max_requests or (ratio > 2 and len(parts) <= MIN_PARTS):
-            return Sample(tuple(parts), math.ceil(length_s / window_s), window_s, num_requests)
+            return TraceSample(tuple(parts), math.ceil(length_s / window_s), window_s, num_requests)
 
 
-def _parts(trace: Trace, load_s: Callable[[TracedRequest], float], window_s: float, ratio: int) -> list[Part]:
+def _parts(
+    trace: Trace, load_s: Callable[[TracedRequest], float], window_s: float, ratio: int
+) -> list[SampledWindow]:
     loads: dict[int, float] = defaultdict(float)
-    counts: dict[int, int] = defaultdict(int)
-    for request in trace.requests:
+    ends: dict[int, int] = {}
+    for number, request in enumerate(trace.requests):
         window = int(request.arrival_s // window_s)
         loads[window] += load_s(request)
-        counts[window] += 1
+        ends[window] = number + 1
+    begins = dict(zip(ends, [0, *ends.values()], strict=False))
     ranked = sorted(loads, key=lambda window: (-loads[window], window))
-    parts, first = list[Part](), 0
+    parts, first = list[SampledWindow](), 0
     while first < len(ranked):
-        after = (first + 1) * ratio - 1
-        begin_s = ranked[first] * window_s
-        warm_up_s = min(begin_s, WARM_UP_SHARE * window_s)
-        weight = sum(counts[one] for one in ranked[first:after]) / counts[ranked[first]]
-        parts.append(Part(trace.window(begin_s - warm_up_s, warm_up_s + window_s), warm_up_s, weight))
+        after, window = (first + 1) * ratio - 1, ranked[first]
+        before_s = min(1.0, window) * WARM_UP_SHARE * window_s
+        from_s = window * window_s - before_s
+        begin = bisect_left(trace.requests, from_s, key=lambda request: request.arrival_s)
+        requests = trace.requests[begin : ends[window]]
+        stratum = sum(ends[one] - begins[one] for one in ranked[first:after])
+        parts.append(
+            SampledWindow(
+                Trace(trace.name, tuple(replace(one, arrival_s=one.arrival_s - from_s) for one in requests)),
+                begins[window] - begin,
+                before_s,
+                stratum / (ends[window] - begins[window]),
+            )
+        )
         first = after
     return parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Self
 from hearth.core.types import ModelId
 from hearth.policy.fleet.events import RequestFinished
 from hearth.sim.profile import Profile
-from hearth.sim.sampling import Part, Sample
+from hearth.sim.sampling import SampledWindow, TraceSample
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import SimulationSetting
 from hearth.sim.stepped_model import WorkerFact
@@ -57,7 +56,7 @@ def find_num_gpus(attempt: Attempt, target: float, first: int, num_models: int, 
     while high - low > 1:
         if high == math.inf:
             begin = max(first, 2 * low)
-            nums = [begin << power for power in range(width) if begin << power <= MAX_GPUS]
+            nums = sorted({min(begin << power, MAX_GPUS) for power in range(width)} - {low})
         else:
             nums = sorted({low + (int(high) - low) * part // (width + 1) for part in range(1, width + 1)})
             nums = [num for num in nums if num > low] or [low + 1]
@@ -88,14 +87,14 @@ def load_s(setting: SimulationSetting, profile: Profile) -> Callable[[TracedRequ
     return of
 
 
-def least_gpus(sample: Sample, load_s: Callable[[TracedRequest], float]) -> int:
+def least_gpus(sample: TraceSample, load_s: Callable[[TracedRequest], float]) -> int:
     """Return how many devices the busiest window keeps busy, about half of what it needs."""
     window = sample.parts[0]
-    return max(1, int(sum(map(load_s, window.trace.requests)) / (sample.window_s + window.warm_up_s) / 2))
+    return max(1, int(sum(map(load_s, window.trace.requests)) / (sample.window_s + window.before_s) / 2))
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _WindowResult:
     """How a part of a workload fared."""
 
     weight: float
@@ -111,19 +110,19 @@ class SizingPool:
 
     def __init__(
         self,
-        sample: Sample,
+        sample: TraceSample,
         setting: SimulationSetting,
         profile: Profile,
         gpus_per_node: int,
+        num_processes: int,
         on_progress: Callable[[int, int], None],
     ) -> None:
         """`on_progress` gets the number of answered requests, and of all that the present numbers have."""
         self._sample, self._setting, self._profile = sample, setting, profile
         self._gpus_per_node, self._on_progress = gpus_per_node, on_progress
-        self.width = len(os.sched_getaffinity(0))
         context = get_context("spawn")
         self._num_ended = context.Value(c_int64, 0)
-        self._processes = ProcessPoolExecutor(self.width, context, _begin, (self._num_ended,))
+        self._processes = ProcessPoolExecutor(num_processes, context, _begin, (self._num_ended,))
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +155,7 @@ class SizingPool:
         return replace(self._setting, num_workers=num_gpus, num_nodes=num_nodes)
 
 
-def _tried(setting: SimulationSetting, outcomes: Sequence[_Outcome]) -> Tried:
+def _tried(setting: SimulationSetting, outcomes: Sequence[_WindowResult]) -> Tried:
     all_weight = sum(outcome.weight * len(outcome.late) for outcome in outcomes)
     late_weight = sum(outcome.weight * sum(outcome.late) for outcome in outcomes)
     ranked = sorted((s, outcome.weight) for outcome in outcomes for s in outcome.first_token_s)
@@ -183,7 +182,7 @@ def _begin(num_ended: Synchronized[int]) -> None:
     _num_ended = num_ended
 
 
-def _simulate(part: Part, setting: SimulationSetting, profile: Profile) -> _Outcome:
+def _simulate(part: SampledWindow, setting: SimulationSetting, profile: Profile) -> _WindowResult:
     def watch(fact: WorkerFact) -> None:
         if isinstance(fact, RequestFinished):
             with _num_ended.get_lock():
@@ -193,8 +192,8 @@ def _simulate(part: Part, setting: SimulationSetting, profile: Profile) -> _Outc
     service.ask(part.trace.requests)
     service.run()
     service.check()
-    counted = [one for one in service.answers.values() if one.arrived_s >= part.warm_up_s]
-    return _Outcome(
+    counted = list(service.answers.values())[part.num_before :]
+    return _WindowResult(
         part.weight,
         [one.is_late(setting.on_time) for one in counted],
         [one.first_token_s for one in counted if one.token_s],
