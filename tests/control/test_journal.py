@@ -241,7 +241,7 @@ FORMAT = {
     "ComputedPrompt": "num_tokens seconds",
     "Demand": "history_by_model",
     "DemandHistory": "last_s mean_interval_s",
-    "DemandForecast": "now_s model step_s mean_per_s high_per_s",
+    "DemandForecast": "now_s model step_s mean_per_s high_per_s age_s",
     "DeviceReported": "now_s worker bytes_by_model",
     "Dispatch": "request_id model worker why waited_s options",
     "DropState": "dropped preparing restoring whole",

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hearth.control.datadir import DataDir
@@ -18,7 +19,7 @@ from hearth.control.observe.views import HostMemoryView
 from hearth.core.errors import StoreError
 from hearth.core.node_messages import HeldChunks
 from hearth.core.types import LOCAL, Digest, ModelId, NodeId, Rung, WorkerId
-from hearth.policy.fleet.events import ModelReady
+from hearth.policy.fleet.events import ModelReady, Prewarm, TimerFired
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.transfer.lease_messages import KeeperReport
 from hearth.store.transfer.lease_server import LeaseServer
@@ -152,6 +153,22 @@ def test_host_memory_is_what_chunks_take_and_unknown_without_a_keeper(
 
             await reports.refresh_host_memory(10.0)
             assert reports.host_memory is None
+
+        with_reports(data_dir, scene, KeeperClient(place / "s"))
+
+
+def test_a_model_is_brought_to_host_memory_for_its_forecast(
+    tmp_path: Path, data_dir: DataDir, deployed: Deployed
+) -> None:
+    order = Prewarm(ModelId("tiny"), WorkerId("w0"), True, 1.0, 0.1, 1.0)
+    with folder() as place, tiers_at(tmp_path / "root", num_cells=64) as tiers:
+
+        async def scene(reports: KeeperReports, rig: GatewayRig) -> None:
+            with closing(LeaseServer(tiers, place / "s")):
+                reports.observe(TimerFired(0.0), [msgspec.structs.replace(order, is_advice=True)])
+                reports.observe(TimerFired(0.0), [order])
+                model = rig.driver.fleet.models[ModelId("tiny")]
+                await until(lambda: bool((model.bytes_by_rung(LOCAL) or {}).get(Rung.HOST)))
 
         with_reports(data_dir, scene, KeeperClient(place / "s"))
 

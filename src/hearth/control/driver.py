@@ -244,7 +244,7 @@ class Driver:
             case events.SetHold(model, worker, hold):
                 self._send(worker, messages.HoldModel(model, hold))
             case events.RefusePin() | events.Prewarm():
-                pass  # the observer tells people
+                pass  # the observer tells people, `KeeperReports` the keeper
             case events.AddWorkers() | events.ReleaseWorkers():
                 pass  # orders to Ray: `RayProcess` is a sink
             case events.Reject():

@@ -7,7 +7,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.driver import Driver
@@ -48,10 +47,10 @@ class KeeperReports:
         self._unreported: Counter[Digest] = Counter()  #: requests by the digest of their model
         self._has_requests = asyncio.Event()
         self._is_residency_stale = asyncio.Event()
-        self._tasks = [
+        self._tasks = {
             asyncio.create_task(self._report_demand()),
             asyncio.create_task(self._report_residency()),
-        ]
+        }
 
     def request_came(self, digest: str) -> None:
         """Count a request for a model: the keeper prices its chunks in host memory by demand."""
@@ -62,6 +61,11 @@ class KeeperReports:
         """Update residency after loads and evictions: a load also brings bytes to host memory."""
         if isinstance(event, events.ModelReady) or any(isinstance(one, events.Evict) for one in actions):
             self._is_residency_stale.set()
+        for one in actions:
+            if isinstance(one, events.Prewarm) and one.to_host and not one.is_advice:
+                task = asyncio.create_task(self._prefetch(one))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     def node_reported(self, node: NodeId, models: Sequence[HeldChunks]) -> None:
         """Tell the brain what a node has of models."""
@@ -107,11 +111,18 @@ class KeeperReports:
             self.chunks_not_kept(LOCAL, report.num_not_kept)
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _prefetch(self, order: events.Prewarm) -> None:
+        try:
+            entry = self._catalog.find(order.model)
+            await self._keeper.prefetch(entry.deployed.where, entry.config.latency_weight)
+            self._is_residency_stale.set()
+        except (HearthError, OSError) as error:
+            log.warning("model_not_prefetched model=%s reason=%s", order.model, error)
 
     async def _report_demand(self) -> None:
         is_failing = False  # one log line for a run of failures

@@ -18,6 +18,7 @@ from hearth.control.deploy.deploy import clear_snapshots, collect, collect_snaps
 from hearth.control.deploy.deployments import Deployments
 from hearth.control.deploy.registry import LOOP_WAIT_S, Registry
 from hearth.control.driver import Driver
+from hearth.control.forecasts import Forecasts
 from hearth.control.gateway import Gateway
 from hearth.control.idle_collection import IdleCollection
 from hearth.control.journal import Journal
@@ -51,7 +52,7 @@ from hearth.node.local_node import LocalNode, socket_directory
 from hearth.node.process_log import ProcessLog, logs_to_stderr
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_template import WorkerTemplate
-from hearth.policy.fleet.events import BrainConfig, Scaling, WhileLoading
+from hearth.policy.fleet.events import BrainConfig, Prewarming, Scaling, WhileLoading
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.routing import explain_unplaced
 from hearth.snapshot.directory import SnapshotDirectory
@@ -81,6 +82,7 @@ async def running(
         scaling=_scaling_of(config.cluster),
         while_loading=_while_loading_of(service.staged_start_gain),
         first_token_s=service.first_token_target if service.pack_replicas else None,
+        prewarming=None if service.prewarm == "off" else Prewarming(is_advice=service.prewarm == "advise"),
     )
     async with AsyncExitStack() as stack:
         if isinstance(tracing, Tracing):
@@ -237,13 +239,21 @@ async def running(
         requests = RequestHistory(data_dir.request_history_path, metrics)
         stack.push_async_callback(requests.write)
         driver.add_sink(requests.observe)
-        recording = asyncio.create_task(requests.run(lambda: None))
+        forecasts = None
+        if brain.prewarming is not None:
+            forecasts = Forecasts(
+                requests, driver, metrics, config.log.level, service.start_s, process_log.fd
+            )
+            stack.push_async_callback(_cancelled, asyncio.create_task(forecasts.run()))
+        on_long_step = (lambda: None) if forecasts is None else forecasts.update
+        recording = asyncio.create_task(requests.run(on_long_step))
         stack.push_async_callback(_cancelled, recording)
         noting = [
             one
             for one in (
                 usage,
                 requests,
+                forecasts,
                 journal,
                 process_log,
                 access_log,

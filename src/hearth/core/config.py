@@ -157,6 +157,8 @@ class ServiceConfig:
     #: while several workers load a model at once, they run it in stages if that begins by so many seconds
     #: earlier than on the first of them alone; None: requests wait for that
     staged_start_gain: Annotated[float | None, Limits(0.0, 86400.0)] = None
+    #: load models ahead of the requests that forecasts expect; advise: only show what "on" would do
+    prewarm: Literal["off", "advise", "on"] = "off"
     journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: disk quota for the journal of events
     #: CORS origins that may send requests, like "https://chat.example"; "*": any, if API keys are required
     allowed_origins: tuple[str, ...] = ()

@@ -117,7 +117,7 @@ class KeeperSetup(Struct, frozen=True):
 
 
 class ProcessAnswer(Struct, frozen=True):
-    """The first line that the keeper, or the process that asks Ray, writes to its standard output."""
+    """The first line that the keeper, or the process for Ray or forecasts, writes to standard output."""
 
     error: str | None = None  #: the label of what keeps it from starting; None: it is ready
     reason: str = ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,10 @@ from hearth.store.transfer.lease_messages import (
     KnownModels,
     LookUpstream,
     Message,
+    ModelOpened,
+    ModelPrefetched,
+    OpenModel,
+    PrefetchModel,
     Refused,
     UpstreamSeen,
     encode,
@@ -32,6 +37,8 @@ MAX_LINE_BYTES = 16 << 20
 ANSWER_S = 10.0
 #: How long the version of an upstream is cached.
 UPSTREAM_CACHE_S = 30.0
+#: The longest time to bring a model to host memory.
+PREFETCH_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,30 +103,50 @@ class KeeperClient:
         """Return the version that a model's source has now, within seconds. Raises HearthError."""
         return (await self._ask(LookUpstream(source), UpstreamSeen)).version
 
+    async def prefetch(self, where: str, weight: float) -> None:
+        """Bring a model into host memory, behind all loads. Arguments as in `OpenModel`."""
+        async with self._connected(PREFETCH_S) as connection:
+            opened = await connection.ask(OpenModel(where, weight), ModelOpened)
+            await connection.ask(PrefetchModel(opened.digest, opened.directory), ModelPrefetched)
+
     async def _ask(self, question: Message, kind: type[T]) -> T:
+        async with self._connected(ANSWER_S) as connection:
+            return await connection.ask(question, kind)
+
+    @asynccontextmanager
+    async def _connected(self, max_s: float) -> AsyncIterator[_Connection]:
         try:
-            async with asyncio.timeout(ANSWER_S):
-                answer = await self._answer(question)
+            async with asyncio.timeout(max_s):
+                try:
+                    reader, writer = await asyncio.open_unix_connection(self._path, limit=MAX_LINE_BYTES)
+                except OSError as error:
+                    raise StoreError(
+                        f"no keeper answers at `{self._path}`: {error}; start it again"
+                    ) from error
+                try:
+                    await reader.readline()  # its hello; the segment that comes with it is not for us
+                    yield _Connection(self._path, reader, writer)
+                except (OSError, ValueError) as error:  # ValueError: a line without an end
+                    raise StoreError(f"the keeper at `{self._path}` broke off: {error}") from error
+                finally:
+                    writer.close()
         except TimeoutError:
-            raise StoreError(f"the keeper at `{self._path}` has not answered for {ANSWER_S:g} s") from None
+            raise StoreError(f"the keeper at `{self._path}` has not answered for {max_s:g} s") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    path: Path
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def ask(self, question: Message, kind: type[T]) -> T:
+        self.writer.write(encode(question))
+        line = await self.reader.readline()
+        answer = parse(line) if line else None
         if isinstance(answer, kind):
             return answer
         if isinstance(answer, Refused):
             raise error_of(answer.error, answer.reason)
         said = "nothing" if answer is None else type(answer).__name__
-        raise StoreError(f"the keeper at `{self._path}` answered {said}")
-
-    async def _answer(self, question: Message) -> Message | None:
-        try:
-            reader, writer = await asyncio.open_unix_connection(self._path, limit=MAX_LINE_BYTES)
-        except OSError as error:
-            raise StoreError(f"no keeper answers at `{self._path}`: {error}; start it again") from error
-        try:
-            await reader.readline()  # its hello; the segment that comes with it is not for us
-            writer.write(encode(question))
-            line = await reader.readline()
-        except (OSError, ValueError) as error:  # ValueError: a line without an end
-            raise StoreError(f"the keeper at `{self._path}` broke off: {error}") from error
-        finally:
-            writer.close()
-        return parse(line) if line else None
+        raise StoreError(f"the keeper at `{self.path}` answered {said}")

@@ -93,6 +93,19 @@ def test_events_and_orders_alone_tell_a_cold_start(scene: Scene, caplog: pytest.
     ]
 
 
+@pytest.mark.parametrize(
+    ("is_advice", "did"), [(False, "loaded on w0"), (True, "would have been loaded on w0")]
+)
+def test_a_request_shows_that_its_model_was_prewarmed(scene: Scene, is_advice: bool, did: str) -> None:
+    order = events.Prewarm(A, W0, False, 1.0, 0.1, 1.0, is_advice)
+    scene.observer.observe(events.TimerFired(4.0), [order])
+    scene.arrive(load(), dispatch())
+    explained = scene.observer.explain(R0, 100.0, ANYBODY)
+    assert explained is not None
+    (mark,) = (mark for mark in explained.marks if mark.what == "prewarm")
+    assert mark.detail == f"{did} 6.5 s before, for a forecast"
+
+
 def test_only_a_hosted_model_that_makes_room_is_an_eviction(scene: Scene) -> None:
     scene.arrive(load(), dispatch())
     for is_freed in (False, False, True):  # the second and third are of what is left of it

@@ -46,6 +46,7 @@ class Observer:
         self._series: dict[RequestId, ModelSeries] = {}
         self._charges = Charges(metrics)
         self.recent = Timelines()
+        self._prewarms: dict[ModelId, tuple[float, events.Prewarm]] = {}  #: since its last request
         self._is_closing = False
 
     def begin(self, timeline: Timeline) -> None:
@@ -69,8 +70,13 @@ class Observer:
             case events.RequestArrived():
                 if not any(_rejects(action, event.request_id) for action in actions):
                     self._series[event.request_id].num_prompt_tokens += event.num_prompt_tokens
+                if (prewarmed := self._prewarms.pop(event.model, None)) is not None:
+                    at_s, order = prewarmed
+                    text = f"{_prewarm_text(order)} {event.now_s - at_s:.1f} s before, for a forecast"
+                    self._active[event.request_id].mark(event.now_s, "prewarm", text)
             case events.ModelRemoved(_, model):
                 self._metrics.models.remove(model)
+                self._prewarms.pop(model, None)
             case events.ModelReady():
                 self._model_ready(event)
             case events.ModelFailed():
@@ -105,6 +111,15 @@ class Observer:
             case events.RefusePin(model, worker, message):
                 log.warning("pin_refused model=%s worker=%s reason=%s", model, worker, message)
                 self._metrics.fallbacks.labels("unpinned").inc()
+            case events.Prewarm():
+                self._prewarms[action.model] = now_s, action
+                log.info(
+                    "model_prewarmed model=%s did=`%s` expected_per_s=%.4g cost_s=%.3f",
+                    action.model,
+                    _prewarm_text(action),
+                    action.expected_per_s,
+                    action.cost_s,
+                )
             case events.Evict(model, worker, cost_s, is_freed):
                 self._pipelines.pop((worker, model), None)
                 name = "model_evicted" if is_freed else "model_retired"
@@ -305,6 +320,11 @@ def _in_whose_step(lost: events.WorkerLost, timeline: Timeline) -> str:
     if lost.in_step is not None and timeline.request_id not in lost.in_step:
         return " in a step of its model without it, not counted against it,"
     return " in a step of its model"
+
+
+def _prewarm_text(order: events.Prewarm) -> str:
+    where = f"into host memory of {name_of(node_of(order.worker))}" if order.to_host else f"on {order.worker}"
+    return f"{'would have been loaded' if order.is_advice else 'loaded'} {where}"
 
 
 def _rejects(action: Action, request_id: RequestId) -> bool:

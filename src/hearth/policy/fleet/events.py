@@ -260,7 +260,7 @@ class PressureReported:
 
 @dataclass(frozen=True, slots=True)
 class DemandForecast:
-    """How many requests per second are expected for a model, in intervals from now on.
+    """How many requests per second are expected for a model, in intervals that follow each other.
 
     Replaces the forecast before. None is expected beyond the last interval.
     """
@@ -270,6 +270,11 @@ class DemandForecast:
     step_s: float  #: the length of each interval
     mean_per_s: tuple[float, ...]
     high_per_s: tuple[float, ...]  #: requests come faster than that with a probability of 10%
+    age_s: float = 0.0  #: how long ago the first interval began
+
+    @property
+    def begin_s(self) -> float:
+        return self.now_s - self.age_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def _expect(fleet: Fleet, model: Model, profile: ModelProfile, forecast: DemandF
 
 def _interval(forecast: DemandForecast, at_s: float) -> int:
     """Return the number of the interval at a time; one that begins within a millisecond has begun."""
-    return int((at_s - forecast.now_s + 0.001) / forecast.step_s)
+    return int((at_s - forecast.begin_s + 0.001) / forecast.step_s)
 
 
 def _may_prewarm(fleet: Fleet, model: Model) -> bool:
@@ -230,7 +230,7 @@ def _next_look_s(
     at = _interval(forecast, fleet.now_s + expected.lead_s) + 1
     due_s = math.inf
     if at <= len(forecast.mean_per_s):
-        due_s = forecast.now_s + at * forecast.step_s - expected.lead_s
+        due_s = forecast.begin_s + at * forecast.step_s - expected.lead_s
     if is_short:
         due_s = min(due_s, fleet.now_s + RETRY_S)
     elif expected.num_replicas:
