@@ -8,22 +8,22 @@ every step    `Chosen.forecast`: predicts from the newest counts
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hearth.core.types import ModelId
-from hearth.forecast.methods import Fitted, LastValue, SeasonalNaive
+from hearth.forecast.hedge import Hedged, outcomes
+from hearth.forecast.methods import Fitted, LastValue
+from hearth.forecast.regression import fit_regression
 from hearth.forecast.series import DAY_S, WEEK_S, Numbers, Series
 
 #: How many steps are forecast.
 HORIZON = 6
 #: The probability that more requests come than the upper bound says.
 MISS = 0.1
-#: How much better than the last value a method must have been.
-MARGIN = 0.02
-#: Steps of the recent past that are forecast to compare methods, and the least history before them.
-NUM_TRIED, MIN_HISTORY = 432, 12
+#: The recent past that is forecast to compare methods, and the fewest steps before it.
+TRIED_S, MIN_HISTORY = WEEK_S, 12
 
 Fit = Callable[[Numbers, Series], Fitted | None]
 
@@ -49,7 +49,8 @@ class Chosen:
 
     def refit(self, series: Series) -> Chosen:
         """Return the same method with parameters that fit the series of now."""
-        return self
+        fitted = METHODS[self.method](series.without_gaps(), series)
+        return self if fitted is None else replace(self, fitted=fitted)
 
     def forecast(self, series: Series) -> Forecast:
         counts = series.without_gaps()
@@ -68,23 +69,33 @@ def choose(series_by_model: Mapping[ModelId, Series]) -> dict[ModelId, Chosen]:
 
 def _choose(series: Series) -> Chosen:
     counts = series.without_gaps()
-    begin = max(MIN_HISTORY, len(counts) - NUM_TRIED)
+    begin = max(MIN_HISTORY, len(counts) - series.num_steps(TRIED_S))
     if begin >= len(counts):
         return Chosen("last value", LastValue(), np.zeros(HORIZON), None)
     origins = np.arange(begin, len(counts))
-    padded = np.concatenate([counts, np.full(HORIZON, np.nan)])
-    came = np.lib.stride_tricks.sliding_window_view(padded, HORIZON)[origins]
-    misses_by_method = {}
-    fitted_by_method: dict[str, Fitted] = {"last value": LastValue()}
-    for name, period_s in (("same time yesterday", DAY_S), ("same time last week", WEEK_S)):
-        if series.num_steps(period_s) < begin:
-            fitted_by_method[name] = SeasonalNaive(series.num_steps(period_s))
-    for name, fitted in fitted_by_method.items():
-        misses_by_method[name] = came - fitted.predict(counts, origins, HORIZON)
-    errors = {name: float(np.nanmean(np.abs(misses[:, 0]))) for name, misses in misses_by_method.items()}
+    came = outcomes(counts, origins, HORIZON)
+    misses_by_method: dict[str, Numbers] = {}
+    for method, fit in METHODS.items():
+        if tried := fit(counts[:begin], series):
+            misses_by_method[method] = came - tried.predict(counts, origins, HORIZON)
+    errors = {method: float(np.nanmean(np.abs(misses[:, 0]))) for method, misses in misses_by_method.items()}
     best = min(errors, key=errors.__getitem__)
     naive = errors["last value"]
-    if errors[best] >= (1.0 - MARGIN) * naive:
-        best = "last value"
     excess = np.nanquantile(misses_by_method[best], 1.0 - MISS, axis=0)
-    return Chosen(best, fitted_by_method[best], excess, errors[best] / naive if naive else None)
+    fitted = METHODS[best](counts, series)
+    assert fitted is not None, f"{best=} fits {begin=} counts, but not {len(counts)}"
+    return Chosen(best, fitted, excess, errors[best] / naive if naive else None)
+
+
+def _last_value(counts: Numbers, series: Series) -> Fitted:
+    return LastValue()
+
+
+def _regression(counts: Numbers, series: Series) -> Fitted | None:
+    day, week = series.num_steps(DAY_S), series.num_steps(WEEK_S)
+    fitted = fit_regression(counts, day, week, HORIZON)
+    return fitted and Hedged(fitted, window=day)
+
+
+#: The first of those that are equally good is chosen.
+METHODS: dict[str, Fit] = {"last value": _last_value, "regression": _regression}

@@ -31,15 +31,3 @@ class LastValue:
 
     def predict(self, counts: Numbers, origins: Origins, horizon: int) -> Numbers:
         return np.repeat(counts[origins - 1][:, None], horizon, axis=1)
-
-
-@dataclass(frozen=True, slots=True)
-class SeasonalNaive:
-    """The next counts are those of a period ago."""
-
-    period: int
-
-    def predict(self, counts: Numbers, origins: Origins, horizon: int) -> Numbers:
-        ahead = np.arange(horizon) % self.period - self.period
-        predicted: Numbers = counts[np.maximum(origins[:, None] + ahead, 0)]
-        return predicted
