@@ -16,6 +16,7 @@ import msgspec
 from hearth.control.datadir import DataDir, ServiceFile
 from hearth.control.observe.views import (
     Explanation,
+    ForecastView,
     Health,
     HostMemoryView,
     ModelView,
@@ -30,7 +31,8 @@ from hearth.control.observe.views import (
     UnloadView,
     WorkerView,
 )
-from hearth.core.types import Rung, WorkerId
+from hearth.core.forecast_messages import RequestForecast
+from hearth.core.types import ModelId, Rung, WorkerId
 from hearth.policy.fleet.events import Option
 
 MODEL = ModelView(
@@ -122,6 +124,23 @@ EXPLANATION = Explanation(
         TimelineMark(0.5, "first_token"),
     ),
 )
+FORECAST = ForecastView(
+    model="smol",
+    prewarm="advise",
+    recent_step_s=10.0,
+    recent_counts=(None,) * 300 + (10.0,) * 60,
+    step_s=600.0,
+    counts=(None, 300.0, 600.0, 600.0),
+    begin_at_s=1_700_000_000.0,
+    forecast=RequestForecast(ModelId("smol"), "last value", 600.0, (0.5, 0.25), (1.0, 0.5), 0.875),
+    reason=None,
+    num_loaded=0,
+    num_wanted=1,
+    lead_s=3.25,
+    expected_per_s=0.5,
+    last_prewarm="would have been loaded on w0",
+    last_prewarm_at_s=1_700_000_000.0,
+)
 
 
 @dataclass(slots=True)
@@ -138,6 +157,7 @@ class FakeService:
     breaks_after: int | None = None  #: pieces of an answer
     status: str = "ok"
     unloaded: UnloadView = field(default_factory=lambda: UnloadView("smol", False, True, 0, 638 << 20, 0))
+    forecast: ForecastView = FORECAST
     snapshot_failure: str | None = None  #: why none can be made; None: one can
     #: Method, path and body of every question but those for its health.
     asked: list[tuple[str, str, object]] = field(default_factory=list)
@@ -216,6 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.service.models.remove(model)
         if rest == ["unload"]:
             return self._send(200, self.service.unloaded)
+        if rest == ["forecast"]:
+            return self._send(200, self.service.forecast)
         if rest == ["presets"]:
             return self._send(200, model)
         if rest == ["snapshot"]:

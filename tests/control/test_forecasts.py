@@ -15,6 +15,8 @@ from hearth.control.datadir import DataDir
 from hearth.control.deploy.deployed import Deployed
 from hearth.control.forecasts import Forecasts
 from hearth.control.request_history import LONG_STEP_S, STEP_S, RequestHistory
+from hearth.control.requests.caller import OPERATOR
+from hearth.core.errors import RequestError, UnknownModel
 from hearth.core.types import ModelId, RequestId
 from hearth.node import processes
 from hearth.policy.fleet.events import DemandForecast, RequestArrived
@@ -38,6 +40,16 @@ def process_id() -> int:
     return found.pid
 
 
+def test_without_the_setting_no_forecast_is_shown(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        with pytest.raises(UnknownModel):
+            rig.gateway.views.forecast("nothing", OPERATOR)
+        with pytest.raises(RequestError, match=r"restart it with `--set service\.prewarm=advise`"):
+            rig.gateway.views.forecast("tiny", OPERATOR)
+
+    with_rig(data_dir, scene)
+
+
 def test_forecasts_become_events_also_after_the_process_was_killed(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +57,7 @@ def test_forecasts_become_events_also_after_the_process_was_killed(
 
     async def scene(rig: GatewayRig) -> None:
         forecasts = Forecasts(
-            recorded(data_dir.request_history_path, rig, 20), rig.driver, rig.metrics, "info", 120.0, None
+            recorded(data_dir.request_history_path, rig, 20), rig.driver, "info", 120.0, None
         )
         told: asyncio.Queue[DemandForecast] = asyncio.Queue()
         rig.driver.add_sink(

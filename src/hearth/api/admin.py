@@ -85,6 +85,11 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     async def list_models(request: Request) -> Response:
         return as_json(gateway.deployments.models(caller_of(request)))
 
+    @routes.get("/{name:path}/forecast", summary="Show recorded and expected requests for a model")
+    async def show_forecast(name: str, request: Request) -> Response:
+        """Needs the setting `service.prewarm`. Rates are requests per second."""
+        return as_json(gateway.views.forecast(name, caller_of(request)))
+
     @routes.get("/{name:path}", summary="Show a deployed model")
     async def show_model(name: str, request: Request, look: bool = False) -> Response:
         """With `look`, its source is checked for changes, which may take seconds.

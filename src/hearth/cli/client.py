@@ -15,6 +15,7 @@ import msgspec
 from hearth.control.keys.keys import is_loopback
 from hearth.control.observe.views import (
     Explanation,
+    ForecastView,
     Health,
     ModelView,
     NodeView,
@@ -168,6 +169,9 @@ class Client:
 
     def explain(self, request_id: str) -> Explanation:
         return self._get(f"/hearth/requests/{_segment(request_id)}", Explanation)
+
+    def forecast(self, name: str) -> ForecastView:
+        return self._get(f"/hearth/models/{_segment(name)}/forecast", ForecastView)
 
     def remove(self, name: str, *, with_adapters: bool = False) -> None:
         query = "?with_adapters=true" if with_adapters else ""

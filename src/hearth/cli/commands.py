@@ -33,6 +33,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "serve": ("serve",),
     "ps": ("ps", "stop", "logs"),
     "explain": ("explain",),
+    "forecast": ("forecast",),
     "open": ("open",),
     "keys": ("keys",),
     "cluster": ("join", "cluster"),

@@ -6,18 +6,22 @@ import asyncio
 import logging
 import time
 from asyncio.subprocess import Process
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
 
 from hearth.control.driver import Driver
-from hearth.control.observe.metrics import Metrics
-from hearth.control.request_history import LONG_STEP_S, RequestHistory
+from hearth.control.observe.observer import describe_prewarm
+from hearth.control.observe.views import ForecastView
+from hearth.control.request_history import LONG_STEP_S, STEP_S, RequestHistory
 from hearth.core.errors import HearthError
 from hearth.core.forecast_messages import ForecastSetup, RecordedRequests, RequestForecast
 from hearth.core.types import ModelId
 from hearth.node import processes
-from hearth.policy.fleet.events import DemandForecast
+from hearth.policy.fleet.capacity import RETAINED
+from hearth.policy.fleet.events import Action, DemandForecast, Event, ModelRemoved, Prewarm
+from hearth.policy.fleet.prewarm import expected_demand
 
 #: A process that takes longer for its forecasts is replaced. Once a day it trains models.
 ANSWER_S = 3600.0
@@ -32,7 +36,6 @@ class Forecasts:
         self,
         history: RequestHistory,
         driver: Driver,
-        metrics: Metrics,
         log_level: str,
         start_s: float,
         errors: processes.ErrorFile,
@@ -44,13 +47,9 @@ class Forecasts:
         self._trouble = "it is starting"
         self._history, self._driver = history, driver
         self._setup, self._start_s, self._errors = ForecastSetup(log_level), start_s, errors
+        self._last_orders: dict[ModelId, tuple[float, Prewarm]] = {}  #: with their times since the epoch
         self._is_due = asyncio.Event()
         self._num_failures = 0  #: processes in a row that ended without an answer
-        metrics.watch(
-            "hearth_forecast_process_up",
-            "1 while the process that forecasts requests runs.",
-            lambda: self.is_running,
-        )
 
     @property
     def note(self) -> str | None:
@@ -59,6 +58,38 @@ class Forecasts:
 
     def update(self) -> None:
         self._is_due.set()
+
+    def observe(self, event: Event, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Prewarm):
+                self._last_orders[action.model] = time.time(), action
+        if isinstance(event, ModelRemoved):
+            self._last_orders.pop(event.model, None)
+
+    def view(self, name: ModelId) -> ForecastView:
+        fleet, history = self._driver.fleet, self._history
+        prewarming, model = fleet.config.prewarming, fleet.models.get(name)
+        assert prewarming is not None, "without it there are no forecasts"
+        forecast, last = self.by_model.get(name), self._last_orders.get(name)
+        expected = expected_demand(fleet, name)
+        reason = None if forecast is not None else self.note or "too little is recorded, try in 10 minutes"
+        return ForecastView(
+            model=name,
+            prewarm="advise" if prewarming.is_advice else "on",
+            recent_step_s=STEP_S,
+            recent_counts=tuple(history.counts(name)),
+            step_s=LONG_STEP_S,
+            counts=tuple(history.long_counts(name)),
+            begin_at_s=self.begin_s,
+            forecast=forecast,
+            reason=reason,
+            num_loaded=0 if model is None else sum(one.hold is not RETAINED for one in model.usable.values()),
+            num_wanted=None if expected is None else expected.num_replicas,
+            lead_s=None if expected is None else expected.lead_s,
+            expected_per_s=None if expected is None else expected.per_s,
+            last_prewarm=None if last is None else describe_prewarm(last[1]),
+            last_prewarm_at_s=None if last is None else last[0],
+        )
 
     async def run(self) -> None:
         """Keep a process running, for ever."""

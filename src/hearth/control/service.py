@@ -241,9 +241,8 @@ async def running(
         driver.add_sink(requests.observe)
         forecasts = None
         if brain.prewarming is not None:
-            forecasts = Forecasts(
-                requests, driver, metrics, config.log.level, service.start_s, process_log.fd
-            )
+            forecasts = Forecasts(requests, driver, config.log.level, service.start_s, process_log.fd)
+            driver.add_sink(forecasts.observe)
             stack.push_async_callback(_cancelled, asyncio.create_task(forecasts.run()))
         on_long_step = (lambda: None) if forecasts is None else forecasts.update
         recording = asyncio.create_task(requests.run(on_long_step))
@@ -272,6 +271,7 @@ async def running(
             keeper=reports,
             nodes=nodes,
             cluster=cluster,
+            forecasts=forecasts,
             metrics=metrics,
             kind=devices.kind,
             notes=lambda: (

@@ -72,7 +72,7 @@ class Observer:
                     self._series[event.request_id].num_prompt_tokens += event.num_prompt_tokens
                 if (prewarmed := self._prewarms.pop(event.model, None)) is not None:
                     at_s, order = prewarmed
-                    text = f"{_prewarm_text(order)} {event.now_s - at_s:.1f} s before, for a forecast"
+                    text = f"{describe_prewarm(order)} {event.now_s - at_s:.1f} s before, for a forecast"
                     self._active[event.request_id].mark(event.now_s, "prewarm", text)
             case events.ModelRemoved(_, model):
                 self._metrics.models.remove(model)
@@ -116,7 +116,7 @@ class Observer:
                 log.info(
                     "model_prewarmed model=%s did=`%s` expected_per_s=%.4g cost_s=%.3f",
                     action.model,
-                    _prewarm_text(action),
+                    describe_prewarm(action),
                     action.expected_per_s,
                     action.cost_s,
                 )
@@ -322,7 +322,7 @@ def _in_whose_step(lost: events.WorkerLost, timeline: Timeline) -> str:
     return " in a step of its model"
 
 
-def _prewarm_text(order: events.Prewarm) -> str:
+def describe_prewarm(order: events.Prewarm) -> str:
     where = f"into host memory of {name_of(node_of(order.worker))}" if order.to_host else f"on {order.worker}"
     return f"{'would have been loaded' if order.is_advice else 'loaded'} {where}"
 

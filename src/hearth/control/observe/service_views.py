@@ -18,15 +18,17 @@ from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.pool_views import resident_views
 from hearth.control.observe.timeline import Timeline
-from hearth.control.observe.views import Explanation, Health, NodeView, ProcessView, WorkerView
+from hearth.control.observe.views import Explanation, ForecastView, Health, NodeView, ProcessView, WorkerView
 from hearth.control.requests.caller import Caller
-from hearth.core.types import LOCAL, Rung, node_of
+from hearth.core.errors import RequestError
+from hearth.core.types import LOCAL, ModelId, Rung, node_of
 from hearth.core.version import hearth_version
 from hearth.policy.fleet.residents import list_residents
 from hearth.system.garbage import LATE_COLLECTIONS
 
 if TYPE_CHECKING:
     from hearth.control.cluster import Cluster
+    from hearth.control.forecasts import Forecasts
 
 #: Time for workers and keeper to report their memory; else their last report is shown.
 LOOK_S = 0.5
@@ -47,10 +49,12 @@ class ServiceViews:
         kind: str,
         notes: Callable[[], tuple[str, ...]] = tuple,
         cluster: Cluster | None = None,
+        forecasts: Forecasts | None = None,
     ) -> None:
         self._deployments, self._driver, self._observer = deployments, driver, observer
         self._pools, self._keeper, self._nodes = pools, keeper, nodes
         self._metrics, self._kind, self._notes = metrics, kind, notes
+        self._forecasts = forecasts  #: None: they are off
         self.cluster = cluster  #: None: the service runs on one machine
         self.instance_id = secrets.token_hex(16)
         self._add_gauges()
@@ -117,6 +121,15 @@ class ServiceViews:
             return None  # another key of the group may use it
         # Obstacles name the models that are in the way.
         return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
+
+    def forecast(self, name: str, caller: Caller) -> ForecastView:
+        """Raises UnknownModel, and RequestError if the service makes no forecasts."""
+        model = ModelId(self._deployments.find_for(name, caller).deployed.name)
+        if self._forecasts is None:
+            raise RequestError(
+                "this service makes no forecasts; restart it with `--set service.prewarm=advise`, or `on`"
+            )
+        return self._forecasts.view(model)
 
     def visible_to(self, caller: Caller) -> Callable[[Timeline], bool]:
         """Return what tells whether a caller may see a request, as of now."""
@@ -225,6 +238,11 @@ class ServiceViews:
             "hearth_adapter_requests_waiting",
             "Requests on workers waiting for their adapter.",
             lambda: sum(use.num_waiting for pong in pools.pongs.values() for use in pong.adapters),
+        )
+        watch(
+            "hearth_forecast_process_up",
+            "1 while the process that forecasts requests runs.",
+            lambda: self._forecasts is not None and self._forecasts.is_running,
         )
         watch(
             "hearth_service_notes",

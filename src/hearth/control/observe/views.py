@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hearth.control.deploy.preset import Preset
+from hearth.core.forecast_messages import RequestForecast
 from hearth.core.types import LOCAL, Rung, Transport
 from hearth.policy.fleet.events import Option
 
@@ -296,3 +297,24 @@ class Health:
     version: str
     instance_id: str  #: of this life of the service; commands recognise it by that
     reason: str | None = None  #: why workers are not up that should be
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastView:
+    """Requests for a model, as they came and as they are expected."""
+
+    model: str
+    prewarm: str  #: advise or on
+    recent_step_s: float
+    recent_counts: tuple[float | None, ...]  #: in each of the last steps, the newest last; None: not recorded
+    step_s: float
+    counts: tuple[float | None, ...]  #: the same in longer steps, over days
+    begin_at_s: float  #: when the first step of the forecast begins, since the epoch
+    forecast: RequestForecast | None  #: None: there is no new one, for `reason`
+    reason: str | None
+    num_loaded: int  #: replicas, also those that are being loaded
+    num_wanted: int | None  #: replicas worth having in `lead_s`; these three: None: the brain has no forecast
+    lead_s: float | None  #: how long a load may take
+    expected_per_s: float | None  #: requests after `lead_s`
+    last_prewarm: str | None  #: what the service did last for a forecast, or would have done
+    last_prewarm_at_s: float | None  #: since the epoch

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hearth.core.types import LOCAL, Rung, kind_of
+from hearth.core.types import LOCAL, ModelId, Rung, kind_of
 from hearth.policy.fleet.capacity import RETAINED, WARM
 from hearth.policy.fleet.device_bytes import count_missing_bytes
 from hearth.policy.fleet.events import Action, AddWorkers, DemandForecast, Prewarm, Prewarming
@@ -64,6 +64,14 @@ def follow_forecasts(fleet: Fleet) -> list[Action]:
     return actions
 
 
+def expected_demand(fleet: Fleet, name: ModelId) -> ExpectedDemand | None:
+    """Return what the forecast of a model says as of the last event; None: it has none."""
+    model = fleet.models.get(name)
+    if model is None or model.profile is None or model.forecast is None:
+        return None
+    return _expect(fleet, model, model.profile, model.forecast)
+
+
 def _follow(
     fleet: Fleet, model: Model, profile: ModelProfile, forecast: DemandForecast, prewarming: Prewarming
 ) -> list[Action]:
@@ -86,14 +94,14 @@ def _follow(
 
 
 @dataclass(frozen=True, slots=True)
-class _Expected:
+class ExpectedDemand:
     lead_s: float  #: how long before its requests a model must begin to load
     per_s: float  #: then
     num_replicas: int  #: that are worth it then
     num_soon: float  #: requests within `HOST_HORIZON_S`
 
 
-def _expect(fleet: Fleet, model: Model, profile: ModelProfile, forecast: DemandForecast) -> _Expected:
+def _expect(fleet: Fleet, model: Model, profile: ModelProfile, forecast: DemandForecast) -> ExpectedDemand:
     missing_bytes = profile.num_bytes - max(model.resident_bytes.values(), default=0)
     nodes = model.largest_holders or (LOCAL,)
     load_s = min(fleet.estimates.load_s(missing_bytes, model, node) for node in nodes)
@@ -110,7 +118,7 @@ def _expect(fleet: Fleet, model: Model, profile: ModelProfile, forecast: DemandF
     num_steps = math.ceil(HOST_HORIZON_S / forecast.step_s)
     num_soon = sum(forecast.mean_per_s[first : first + num_steps]) * forecast.step_s
     most = num_replicas if profile.max_replicas is None else profile.max_replicas
-    return _Expected(lead_s, mean_per_s, min(num_replicas, most), num_soon)
+    return ExpectedDemand(lead_s, mean_per_s, min(num_replicas, most), num_soon)
 
 
 def _interval(forecast: DemandForecast, at_s: float) -> int:
@@ -131,7 +139,7 @@ def _num_held(fleet: Fleet, model: Model) -> int:
 
 
 def _prewarm(
-    fleet: Fleet, model: Model, profile: ModelProfile, expected: _Expected, prewarming: Prewarming
+    fleet: Fleet, model: Model, profile: ModelProfile, expected: ExpectedDemand, prewarming: Prewarming
 ) -> list[Action]:
     """Return the orders for one more replica; empty: none is possible, or worth it."""
     idle = next((one for one in model.usable.values() if one.hold is RETAINED and not one.is_unwanted), None)
@@ -169,7 +177,7 @@ def _prewarm(
 
 
 def _choose_place(
-    fleet: Fleet, model: Model, profile: ModelProfile, expected: _Expected
+    fleet: Fleet, model: Model, profile: ModelProfile, expected: ExpectedDemand
 ) -> ReplicaPlace | None:
     """Return a place on one worker, without loss of anything that is worth more than the start."""
     place = choose_place(fleet, model, most=RETAINED)
@@ -181,7 +189,7 @@ def _choose_place(
 
 
 def _bring_to_host(
-    fleet: Fleet, model: Model, profile: ModelProfile, expected: _Expected, prewarming: Prewarming
+    fleet: Fleet, model: Model, profile: ModelProfile, expected: ExpectedDemand, prewarming: Prewarming
 ) -> list[Action]:
     if expected.num_soon < 1.0 or fleet.now_s < model.host_prewarmed_s + HOST_HORIZON_S:
         return []
@@ -224,7 +232,7 @@ def _add_machine(fleet: Fleet, model: Model, prewarming: Prewarming) -> list[Act
 
 
 def _next_look_s(
-    fleet: Fleet, model: Model, forecast: DemandForecast, expected: _Expected, *, is_short: bool
+    fleet: Fleet, model: Model, forecast: DemandForecast, expected: ExpectedDemand, *, is_short: bool
 ) -> float:
     """Return when what is expected changes, or a replica would no longer be kept."""
     at = _interval(forecast, fleet.now_s + expected.lead_s) + 1
