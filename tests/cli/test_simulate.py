@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from hearth.cli.figures import size
 from tests.cli.shell import Hearth
 from tests.sim.small_machine import MACHINE
 
@@ -87,11 +88,16 @@ def test_the_least_number_of_devices_is_found(hearth: Hearth, tmp_path: Path) ->
         *("--speed", "8", "--on-time", "0.35", "--find", "--target", "90", "--device-hour-price", "2"),
     ]
     found = json.loads(hearth(*asked, "--json").out)
-    by_number = {one["num_gpus"]: one["requests_on_time"] for one in found["tried"]}
-    assert by_number[found["num_gpus"]] >= 0.9 > by_number[found["num_gpus"] - 1]
-    assert found["cost_per_day"] == 48 * found["num_gpus"]
+    tried = {(one["num_gpus"], one["host_bytes"]): one["requests_on_time"] for one in found["tried"]}
+    num_gpus, host_bytes = found["num_gpus"], found["host_bytes"]
+    assert tried[num_gpus, host_bytes] >= 0.9 > tried[num_gpus - 1, None]
+    less = [
+        share for (num, given), share in tried.items() if num == num_gpus and (given or 1e15) < host_bytes
+    ]
+    assert max(less) < 0.9
+    assert found["cost_per_day"] == 48 * num_gpus
     told = hearth(*asked)
-    assert told.out.startswith(f"{found['num_gpus']} GPUs serve ")
+    assert told.out.startswith(f"{num_gpus} GPUs with {size(host_bytes)} of host memory")
     assert f"for {found['cost_per_day']:.2f} a day" in told.out
     assert "all 25 requests" in told.out
     sampled = hearth(*asked, "--speed", "0.1", "--sample", "10")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.core.types import LOCAL, ModelId, NodeId
+from hearth.core.types import LOCAL, ModelId, NodeId, Rung
 from hearth.policy.multicast.parts import SEND_S
 from hearth.sim.network import SimulatedNetwork, Transfers
 from hearth.sim.report import report_of
@@ -48,7 +48,7 @@ def test_a_node_has_one_part_on_each_wire_at_a_time_and_sends_only_what_it_has(
             if one.source is not None:
                 source = network.find(model, one.source, now_s)
                 assert source is not None
-                assert source.stage_s(0.0, 1.0) < one.arrived_s, "the source has all parts first"
+                assert source.stage_s(0.0, 1.0) <= one.arrived_s, "the source has all parts first"
     assert network.bytes_fetched + network.bytes_read == num_bytes * num_fetched
 
 
@@ -103,6 +103,26 @@ def test_models_that_other_machines_lack_are_fetched_once_and_slow_links_delay_a
     assert slow.first_token_s is not None
     assert fast.first_token_s is not None
     assert slow.first_token_s.max > fast.first_token_s.max
+
+
+def test_little_host_memory_is_never_exceeded_and_models_come_from_disk() -> None:
+    workload = trace_of([TracedRequest(2.0 * n, "abcd"[n % 4], 100, 20) for n in range(24)])
+    sizes = [MACHINE.shape(shape).weights_bytes for shape in SHAPES.values()]
+    reports = []
+    for host_bytes in (sum(sizes), sum(sizes) // 2, 10**9):
+        transfers = Transfers(disk_bytes_per_s=3e9, host_bytes=host_bytes)
+        report = simulate(workload, SimulationSetting(SHAPES, MEMORY_BYTES, transfers=transfers), MACHINE)
+        assert report.host_bytes <= host_bytes
+        assert sum(report.cold_starts.values()) >= len(SHAPES)
+        reports.append(report)
+    whole, half, little = reports
+    assert whole.bytes_read == 0 < min(half.bytes_read, little.bytes_read)
+    assert set(whole.cold_starts) == {Rung.HOST}
+    assert little.cold_starts[Rung.DISK] >= half.cold_starts[Rung.DISK] > 0
+    assert little.host_bytes == 0, "no model fits"
+    assert whole.first_token_s is not None
+    assert little.first_token_s is not None
+    assert whole.first_token_s.p50 < little.first_token_s.p50
 
 
 def test_devices_are_held_until_their_models_are_retained_and_then_go_to_others() -> None:

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.sim.sampling import sample
-from hearth.sim.sizing import MAX_GPUS, Tried, find_num_gpus
+from hearth.sim.sizing import MAX_GPUS, Tried, find_least
 from hearth.sim.traces import Trace, TracedRequest
 
 TARGET = 0.99
 
 
 def tried(num_gpus: int, on_time: float) -> Tried:
-    return Tried(num_gpus, 1, on_time, None, 0.0, {})
+    return Tried(num_gpus, 1, None, on_time, None, 0.0, {})
 
 
 @given(needed=st.integers(1, MAX_GPUS), first=st.integers(1, 64), width=st.integers(1, 16))
@@ -28,18 +28,18 @@ def test_the_least_number_is_found_and_few_are_tried(needed: int, first: int, wi
         asked.extend(nums)
         return [tried(num, min(1.0, 0.99 * num / needed)) for num in nums]
 
-    found = find_num_gpus(attempt, TARGET, first, num_models=3, width=width)
-    assert [one.num_gpus for one in found] == sorted(set(asked))
+    found = find_least(attempt, TARGET, first, MAX_GPUS, 4 * first, width)
+    assert list(found) == sorted(set(asked))
     assert len(asked) == len(set(asked))
-    met = [one.num_gpus for one in found if one.num_gpus >= needed]
+    met = [num for num in found if num >= needed]
     assert met[0] == needed
     assert len(asked) <= 2 * width + 2 * MAX_GPUS.bit_length() * width
 
 
 @pytest.mark.parametrize("on_time", [0.0, 0.9])
 def test_the_search_ends_where_more_devices_do_not_help(on_time: float) -> None:
-    found = find_num_gpus(lambda nums: [tried(num, on_time) for num in nums], TARGET, 2, 10, width=2)
-    assert max(one.num_gpus for one in found) <= 32
+    found = find_least(lambda nums: [tried(num, on_time) for num in nums], TARGET, 2, MAX_GPUS, 10, 2)
+    assert max(found) <= 32
 
 
 @given(

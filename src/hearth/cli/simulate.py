@@ -14,11 +14,11 @@ import typer
 from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_table
 from hearth.cli.figures import precise, size
 from hearth.cli.progress import step_bar
-from hearth.cli.sizing import find
+from hearth.cli.sizing import describe, find
 from hearth.cli.snapshot import cost_profile
 from hearth.core.config import parse_bytes
 from hearth.core.errors import ConfigError
-from hearth.core.types import Pace
+from hearth.core.types import Pace, Rung
 from hearth.sim.arrivals import Lengths, draw_trace, steady
 from hearth.sim.network import Transfers
 from hearth.sim.profile import Profile
@@ -55,7 +55,15 @@ def simulate(
         typer.Option(
             "--disk",
             metavar="GB/S",
-            help="Disk of each machine, which has all models; without it, only the first machine has them.",
+            help="Disk of each machine, which has all models. Default: with --host-memory, as measured.",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--host-memory",
+            metavar="SIZE",
+            help="Host memory of each machine for weights; without it, the first machine has all in memory.",
         ),
     ] = None,
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory per worker.")] = "24GiB",
@@ -97,6 +105,9 @@ def simulate(
     first_token_target: Annotated[
         float, typer.Option("--first-token-target", min=0, metavar="SECONDS")
     ] = 0.5,
+    pack_replicas: Annotated[
+        bool, typer.Option("--pack-replicas", help="As the setting: another replica if tokens would be late.")
+    ] = False,
     pace: Annotated[
         float, typer.Option("--pace", min=0, metavar="TOKENS/S", help="Target pace; 0: not interactive.")
     ] = 10.0,
@@ -153,17 +164,26 @@ def simulate(
     """
     if link <= 0:
         raise ConfigError(f"`--link` must be more than 0 Gbit/s, given: {link:g}")
+    machine = _machine(profile, data_dir)
+    if disk is None and (host_memory is not None or is_find):
+        disk = machine.bytes_per_s[Rung.DISK] / 1e9
+    transfers = Transfers(
+        link * 1e9 / 8,
+        None if disk is None else disk * 1e9,
+        host_bytes=math.inf if host_memory is None else parse_bytes(host_memory),
+    )
     setting = SimulationSetting(
         shapes=parse_models(models),
         memory_bytes=parse_bytes(memory),
         num_workers=workers,
         num_nodes=math.ceil(workers / gpus_per_node),
-        transfers=Transfers(link * 1e9 / 8, None if disk is None else disk * 1e9),
+        transfers=transfers,
         device_hour_price=device_hour_price,
         policy=policy,
         context=context,
         pace=Pace(first_token_target, pace),
         on_time=OnTime(on_time_s),
+        first_token_s=first_token_target if pack_replicas else None,
     )
     chooser, drawn = Random(seed), DEFAULT_LENGTHS if lengths is None else read_lengths(lengths)
     names = [str(model) for model in setting.shapes]
@@ -174,7 +194,6 @@ def simulate(
         raise ConfigError(f"`{trace}` has no requests in the window from {begin_s:g} s for {window_s:g} s")
     if num_idle := len(names) - len(workload.tenants):
         err.print(f"{num_idle} of {len(names)} models get no requests: the window has too few tenants")
-    machine = _machine(profile, data_dir)
     if is_find:
         find(workload, setting, machine, gpus_per_node, target / 100, max_requests, as_json=as_json)
         return
@@ -184,7 +203,7 @@ def simulate(
     if as_json:
         typer.echo(json.dumps({"trace": workload.name, "seed": seed, "profile": profile, **asdict(report)}))
     else:
-        print_table(f"{workload.name} at {speed:g}x, {policy}", _facts(report, setting.on_time))
+        print_table(f"{workload.name} at {speed:g}x, {policy}", _facts(report, setting, machine))
 
 
 def _machine(profile: str, data_dir: Path) -> Profile:
@@ -210,8 +229,10 @@ def _workload(
     return draw_trace(text, steady(rates, begin_s + length_s, cv), lengths, chooser).window(begin_s, length_s)
 
 
-def _facts(report: SimulationReport, on_time: OnTime) -> dict[str, object]:
+def _facts(report: SimulationReport, setting: SimulationSetting, machine: Profile) -> dict[str, object]:
+    on_time, cold = setting.on_time, report.cold_starts
     return {
+        "setting": describe(setting, machine),
         "requests": report.num_requests,
         "refused": ", ".join(f"{num} {reason}" for reason, num in report.refusals.items()) or 0,
         "simulated": precise(report.simulated_s),
@@ -223,10 +244,15 @@ def _facts(report: SimulationReport, on_time: OnTime) -> dict[str, object]:
             f"(arrival + {on_time.first_token_s:g} s + i / {on_time.tokens_per_s:g})"
         ),
         "output": f"{report.tokens_per_s:,.0f} tokens/s",
+        "host memory": f"{size(report.host_bytes)} of weights, on the machine with most",
+        "cold starts": (
+            f"{sum(cold.values())} requests waited for a load"
+            + "".join(f", {num} from {rung}" for rung, num in sorted(cold.items()))
+        ),
         "turns": report.num_turns,
         "pauses": f"{report.pauses_per_request:.2f} per request",
         "moved": f"{size(report.bytes_moved)} in {report.num_loads} loads, bus busy {report.bus_share:.1%}",
-        "fetched": f"{size(report.bytes_fetched)} by machines from others",
+        "fetched": f"{size(report.bytes_fetched)} from other machines, {size(report.bytes_read)} from disk",
         "GPU time": f"{precise(report.gpu_s)}, at most {report.most_gpus} at a time",
         **({} if report.cost is None else {"cost": f"{report.cost:.2f}"}),
         "steps": f"{report.num_steps:,}, device busy {report.step_share:.1%}",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import typer
 
 from hearth.cli.console import out, print_columns
-from hearth.cli.figures import duration, precise
+from hearth.cli.figures import duration, precise, size
 from hearth.cli.progress import step_bar
+from hearth.core.types import Rung
 from hearth.policy.fleet.gpu_time import SECONDS_PER_HOUR, cost_of
 from hearth.sim.profile import Profile
 from hearth.sim.sampling import TraceSample, sample
 from hearth.sim.setting import SimulationSetting
-from hearth.sim.sizing import SizingPool, Tried, find_num_gpus, least_gpus, load_s
+from hearth.sim.sizing import MAX_GPUS, SizingPool, Tried, find_least, least_gpus, load_s
 from hearth.sim.traces import Trace
 from hearth.system.cpus import num_usable_cores
 
@@ -32,26 +34,45 @@ def find(
     *,
     as_json: bool,
 ) -> None:
+    """Print the fewest devices, and then the least host memory of their machines unless that is given."""
     busy_s = load_s(setting, profile)
     sampled = sample(trace, busy_s, max_requests)
-    first, width = least_gpus(sampled, busy_s), num_usable_cores()
-    with (
-        step_bar("simulating") as advance,
-        SizingPool(sampled, setting, profile, gpus_per_node, width, advance) as pool,
-    ):
+    width, first = num_usable_cores(), least_gpus(sampled, busy_s)
+    plenty = max(len(setting.shapes), 4 * first)
+    weights_bytes = sum(profile.shape(shape).weights_bytes for shape in setting.shapes.values())
+    is_host_given = setting.transfers.host_bytes < math.inf
 
-        def attempt(nums: Sequence[int]) -> list[Tried]:
+    def with_gpus(num: int) -> SimulationSetting:
+        return replace(setting, num_workers=num, num_nodes=math.ceil(num / gpus_per_node))
+
+    def with_host(eighths: int) -> SimulationSetting:
+        host_bytes = -(-weights_bytes * eighths // 8)
+        return replace(with_gpus(num_gpus), transfers=replace(setting.transfers, host_bytes=host_bytes))
+
+    with step_bar("simulating") as advance, SizingPool(sampled, profile, width, advance) as pool:
+
+        def attempt_gpus(nums: Sequence[int]) -> list[Tried]:
             advance(0, None, f"trying {' and '.join(map(str, nums))} GPUs")
-            return pool.attempt(nums)
+            return pool.attempt([with_gpus(num) for num in nums])
 
-        tried = find_num_gpus(attempt, target, first, len(setting.shapes), width)
-    found = next((one for one in tried if one.requests_on_time >= target), None)
+        def attempt_host(eighths: Sequence[int]) -> list[Tried]:
+            advance(0, None, f"trying {' and '.join(f'{num}/8' for num in eighths)} of the host memory")
+            return pool.attempt([with_host(num) for num in eighths])
+
+        tried = [*find_least(attempt_gpus, target, first, MAX_GPUS, plenty, width).values()]
+        found = next((one for one in tried if one.requests_on_time >= target), None)
+        if found is not None and not is_host_given and len(setting.shapes) > 1:
+            num_gpus = found.num_gpus
+            hosts = [*find_least(attempt_host, target, 2, 8, 8, width).values()]
+            found = next((one for one in hosts if one.requests_on_time >= target), found)
+            tried += hosts
     price = setting.device_hour_price
     if as_json:
         shown = {
             "trace": trace.name,
             "target": target,
             "num_gpus": None if found is None else found.num_gpus,
+            "host_bytes": None if found is None else found.host_bytes or weights_bytes,
             "cost_per_day": None if found is None else cost_of(found.num_gpus * DAY_S, price),
             "num_requests": sampled.num_requests,
             "num_counted": sampled.num_counted,
@@ -60,15 +81,17 @@ def find(
         }
         typer.echo(json.dumps(shown))
         return
-    out.print(_answer(tried, found, target, setting), soft_wrap=True)
+    out.print(_answer(tried, found, target, setting, size(weights_bytes)), soft_wrap=True)
     out.print(_about(sampled), soft_wrap=True)
+    out.print(f"Setting: {describe(setting, profile)}.", soft_wrap=True)
     out.print()
     print_columns(
-        ["GPUS", "MACHINES", "ON TIME", "FIRST TOKEN P99", "GPUS HELD", "COST PER DAY"],
+        ["GPUS", "MACHINES", "HOST MEMORY", "ON TIME", "FIRST TOKEN P99", "GPUS HELD", "COST PER DAY"],
         [
             [
                 f"{one.num_gpus}{' *' if one is found else ''}",
                 str(one.num_nodes),
+                "all weights" if one.host_bytes is None else size(one.host_bytes),
                 f"{one.requests_on_time:.2%}",
                 "-" if one.first_token_p99_s is None else precise(one.first_token_p99_s),
                 f"{one.gpus_held:.1f}",
@@ -79,19 +102,38 @@ def find(
     )
 
 
-def _answer(tried: Sequence[Tried], found: Tried | None, target: float, setting: SimulationSetting) -> str:
+def describe(setting: SimulationSetting, profile: Profile) -> str:
+    """Describe the machines, in which weights come from host memory, disks and links."""
+    transfers = setting.transfers
+    disk_bytes_per_s = transfers.disk_bytes_per_s
+    from_disk = "no disk" if disk_bytes_per_s is None else f"disk {disk_bytes_per_s / 1e9:.1f} GB/s"
+    host = "all weights in host memory of the first machine"
+    if transfers.host_bytes < math.inf:
+        host = f"{size(int(transfers.host_bytes))} of host memory per machine"
+    return (
+        f"{size(setting.memory_bytes)} per GPU, loaded at {profile.bytes_per_s[Rung.HOST] / 1e9:.1f} GB/s; "
+        f"{host}; {from_disk}; links {transfers.link_bytes_per_s * 8e-9:g} Gbit/s"
+    )
+
+
+def _answer(
+    tried: Sequence[Tried], found: Tried | None, target: float, setting: SimulationSetting, weights: str
+) -> str:
     on_time, price = setting.on_time, setting.device_hour_price
     due = f"arrival + {on_time.first_token_s:g} s + i / {on_time.tokens_per_s:g}"
     if found is not None:
+        host = weights if found.host_bytes is None else size(found.host_bytes)
         return (
-            f"{_gpus(found.num_gpus)} serve {found.requests_on_time:.1%} of the requests with every token on "
-            f"time ({due}), for {_per_day(found.num_gpus, price)} a day."
+            f"{_gpus(found.num_gpus)} with {host} of host memory per machine serve "
+            f"{found.requests_on_time:.1%} of the requests with every token on time ({due}), for "
+            f"{_per_day(found.num_gpus, price)} a day."
         )
     most = tried[-1]
     refused = "".join(f", {num} refused: {why}" for why, num in most.refusals.items())
+    hint = " With --pack-replicas, they may." if setting.first_token_s is None else ""
     return (
         f"More GPUs do not help: {_gpus(most.num_gpus)} serve {most.requests_on_time:.1%} of the requests "
-        f"with every token on time ({due}), less than {100 * target:.4g}%{refused}."
+        f"with every token on time ({due}), less than {100 * target:.4g}%{refused}.{hint}"
     )
 
 

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hearth.core.types import LOCAL, ModelId, NodeId
+from hearth.core.types import LOCAL, ModelId, NodeId, Rung
+from hearth.policy.memory.demand import Demand
+from hearth.policy.memory.reload_cost import HORIZON_S
 from hearth.policy.multicast.parts import SEND_S, choose_num_parts
 from hearth.policy.multicast.schedules import Schedule, multicast
 
@@ -19,9 +21,12 @@ class Transfers:
     disk_bytes_per_s: float | None = (
         None  #: of each machine, whose disk has all models; None: no disk has any
     )
+    #: Host memory of each machine for weights. It begins with the first models that fit, and those that
+    #: are least likely to be wanted leave first. Infinite: the first machine may keep all models.
+    host_bytes: float = math.inf
     #: How long a machine keeps a model in host memory after its last replica there.
     keep_s: float = math.inf
-    is_origin_kept: bool = True  #: the first machine always has all models in host memory
+    is_origin_kept: bool = True  #: the first machine always has all models, if host memory is infinite
     uses_peers: bool = True
     setup_s: float = 0.0  #: before machines send to each other
     #: By the numbers of sources, receivers and parts.
@@ -38,6 +43,10 @@ class Fetched:
     def arrived_s(self) -> float:
         return max(self.parts_s)
 
+    @property
+    def rung(self) -> Rung:
+        return Rung.DISK if self.source is None else Rung.PEER
+
     def stage_s(self, begin: float, end: float) -> float:
         """Return when a share of the model has arrived, from `begin` to `end` of 1."""
         num_parts = len(self.parts_s)
@@ -48,6 +57,7 @@ class Fetched:
 @dataclass(slots=True)
 class _Copy:
     fetched: Fetched
+    num_bytes: float = math.inf  #: of its end, which is what workers lack
     until_s: float = math.inf  #: it is gone by then
 
 
@@ -79,13 +89,29 @@ class SimulatedNetwork:
     def __init__(self, transfers: Transfers, num_layers: int) -> None:
         self._transfers, self._num_layers = transfers, num_layers
         self.bytes_fetched = self.bytes_read = 0  #: from other machines and from disks
+        self.most_host_bytes = 0.0  #: in host memory of a machine at a time, if that is finite
         self._wires = _Wires()
+        self._demand = Demand()
         self._copies: dict[ModelId, dict[NodeId, _Copy]] = {}
+        self.left: list[tuple[ModelId, NodeId]] = []  #: host memory since the service looked
 
-    def find(self, model: ModelId, node: NodeId, now_s: float) -> Fetched | None:
-        """Return how a machine has got a model, or will; None: it has to fetch it."""
+    def begin_with(self, model: ModelId, nodes: Sequence[NodeId], num_bytes: int) -> None:
+        """Keep a model in finite host memory of machines from the beginning, where it fits."""
+        for node in nodes:
+            if self._transfers.host_bytes - self._host_bytes(node) >= num_bytes:
+                self._keep_copy(model, node, _Copy(_ALWAYS, num_bytes))
+
+    def asked(self, model: ModelId, now_s: float) -> None:
+        self._demand.arrived(model, now_s)
+
+    def find(self, model: ModelId, node: NodeId, now_s: float, num_bytes: float = 0) -> Fetched | None:
+        """Return how a machine has got what it needs of a model, or will; None: it has to fetch it."""
         copy = self._holders(model, now_s).get(node)
-        return None if copy is None else copy.fetched
+        return None if copy is None or copy.num_bytes < num_bytes else copy.fetched
+
+    def host_bytes_of(self, model: ModelId, node: NodeId, now_s: float) -> float:
+        copy = self._holders(model, now_s).get(node)
+        return 0 if copy is None else copy.num_bytes
 
     def keep(self, model: ModelId, node: NodeId, until_s: float = math.inf) -> None:
         """Keep a model in the host memory of a machine until then. The origin keeps it for ever."""
@@ -96,17 +122,21 @@ class SimulatedNetwork:
     def fetch(
         self, model: ModelId, nodes: Sequence[NodeId], num_bytes: int, now_s: float
     ) -> dict[NodeId, Fetched]:
-        """Bring a model to machines that lack it, all at once."""
+        """Bring a model, or the end of it, to machines that lack it, all at once."""
         wires, fetched = self._read(nodes, num_bytes, now_s)
         if self._transfers.uses_peers:
-            for sources in self._choices(model, now_s):
+            for sources in self._choices(model, now_s, num_bytes):
                 trial, received = self._send(model, sources, nodes, num_bytes, now_s)
                 if not fetched or _last_s(received) < _last_s(fetched):
                     wires, fetched = trial, received
         assert fetched, f"no machine has `{model}`"
         self._wires = wires
         for node, one in fetched.items():
-            self._copies[model][node] = _Copy(one)
+            copy = _Copy(one)
+            if self._transfers.host_bytes < math.inf:
+                copy.num_bytes = num_bytes
+                copy.until_s = math.inf if self._make_room(model, node, num_bytes, now_s) else one.arrived_s
+            self._keep_copy(model, node, copy)
             if one.source is None:
                 self.bytes_read += num_bytes
             else:
@@ -126,8 +156,38 @@ class SimulatedNetwork:
                 fetched[node] = Fetched(None, began_s, tuple(parts_s))
         return wires, fetched
 
-    def _choices(self, model: ModelId, now_s: float) -> list[list[NodeId]]:
-        holders = self._holders(model, now_s)
+    def _make_room(self, model: ModelId, node: NodeId, num_bytes: int, now_s: float) -> bool:
+        """Let other models leave host memory; return whether a copy fits then."""
+        if num_bytes > self._transfers.host_bytes:
+            return False
+        idle = [
+            other
+            for other, copies in self._copies.items()
+            if other != model and node in copies and copies[node].fetched.arrived_s <= now_s
+        ]
+        # The last one of several that are equally likely to be wanted: machines begin with the busiest.
+        idle.sort(key=lambda other: self._demand.probability(other, now_s, HORIZON_S), reverse=True)
+        own_bytes = self.host_bytes_of(model, node, now_s)
+        while self._host_bytes(node) - own_bytes + num_bytes > self._transfers.host_bytes:
+            if not idle:
+                return False
+            del self._copies[other := idle.pop()][node]
+            self.left.append((other, node))
+        return True
+
+    def _keep_copy(self, model: ModelId, node: NodeId, copy: _Copy) -> None:
+        self._copies.setdefault(model, {})[node] = copy
+        if self._transfers.host_bytes < math.inf:
+            self.most_host_bytes = max(self.most_host_bytes, self._host_bytes(node))
+
+    def _host_bytes(self, node: NodeId) -> float:
+        copies = [copies[node] for copies in self._copies.values() if node in copies]
+        return sum(copy.num_bytes for copy in copies if copy.until_s == math.inf)
+
+    def _choices(self, model: ModelId, now_s: float, num_bytes: int) -> list[list[NodeId]]:
+        holders = {
+            node: one for node, one in self._holders(model, now_s).items() if one.num_bytes >= num_bytes
+        }
         whole = [node for node, one in holders.items() if one.fetched.arrived_s <= now_s]
         idle = [node for node in whole if self._wires.up_s.get(node, 0.0) <= now_s]
         return [idle] if idle else [[node] for node in holders]
@@ -169,7 +229,8 @@ class SimulatedNetwork:
 
     def _holders(self, model: ModelId, now_s: float) -> dict[NodeId, _Copy]:
         if model not in self._copies:
-            self._copies[model] = {LOCAL: _Copy(_ALWAYS)} if self._transfers.is_origin_kept else {}
+            is_origin = self._transfers.is_origin_kept and self._transfers.host_bytes == math.inf
+            self._copies[model] = {LOCAL: _Copy(_ALWAYS)} if is_origin else {}
         holders = self._copies[model]
         for node in [node for node, copy in holders.items() if copy.until_s <= now_s]:
             del holders[node]

@@ -44,6 +44,8 @@ class SimulationReport:
     requests_on_time: float  #: share of requests with every token on time
     tokens_on_time: float
     tokens_per_s: float  #: sent, from the first arrival to the last end
+    cold_starts: dict[str, int]  #: requests that waited for a load, by where it came from
+    host_bytes: int  #: of weights in host memory, on the machine that had most
     num_turns: int
     pauses_per_request: float
     num_loads: int
@@ -86,6 +88,8 @@ def report_of(service: SimulatedService) -> SimulationReport:
         requests_on_time=num_punctual / max(1, len(answers)),
         tokens_on_time=sum(num_on_time) / max(1, num_tokens),
         tokens_per_s=sum(len(one.token_s) for one in answers) / max(1e-9, ended_s - began_s),
+        cold_starts=dict(sum((worker.loads.cold_starts for worker in workers), Counter())),
+        host_bytes=service.most_host_bytes,
         num_turns=service.num_turns,
         pauses_per_request=sum(one.num_pauses for one in answers) / max(1, len(answers)),
         num_loads=sum(worker.loads.num_ended for worker in workers),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import assert_never
@@ -188,6 +188,8 @@ class SimulatedService:
             self._tell(ModelDeployed(0.0, known))
             prompt_s = profile.shape(shape).step_s(KNOWN_PROMPT_TOKENS, 1, KNOWN_PROMPT_TOKENS)
             self.fleet.estimates.computed(model, ComputedPrompt(KNOWN_PROMPT_TOKENS, prompt_s))
+            if setting.transfers.host_bytes < math.inf:
+                self.network.begin_with(model, setting.nodes, known.num_bytes)
             for node in setting.nodes:
                 self._tell(ResidencyReported(0.0, model, self._residency(model, node), node))
         for number in range(setting.num_workers):
@@ -238,6 +240,13 @@ class SimulatedService:
 
     def schedule(self, event: Event) -> None:
         self._push(event.now_s, event)
+
+    @property
+    def most_host_bytes(self) -> int:
+        """Of weights in host memory of a machine. Without a limit, the first machine has all."""
+        if self._is_host_limited:
+            return int(self.network.most_host_bytes)
+        return sum(profile.num_bytes for profile in self._profiles.values())
 
     def run(self) -> None:
         while self.num_open:
@@ -369,6 +378,7 @@ class SimulatedService:
                     self.setting.limits,
                     self.setting.max_step_s,
                     rules=self.setting.rules if self.fleet.config.takes_turns else None,
+                    source=self._source,
                 )
             case WorkerLost(_, name):
                 if name in self.fleet.workers:
@@ -383,6 +393,8 @@ class SimulatedService:
                 self._end(request_id)
             case RequestCancelled(_, request_id) if self.answers[request_id].ended_s is None:
                 self._end(request_id, "cancelled")
+            case RequestArrived(now_s, _, model):
+                self.network.asked(model, now_s)
             case TurnBegan():
                 self.num_turns += 1
             case TimerFired():
@@ -403,8 +415,7 @@ class SimulatedService:
             case LoadModel(model, name):
                 deployed, context = model_of(model), self.setting.context
                 shape, profile = self.profile.shape(self.setting.shapes[deployed]), self._profiles[deployed]
-                arrived_s, hops_s = self._arrived_s(action), self._hops_s(action.pipeline)
-                self._post(name, HostOrder(action, profile, shape, context, arrived_s, hops_s))
+                self._post(name, HostOrder(action, profile, shape, context, self._hops_s(action.pipeline)))
             case Dispatch(request_id, model, name):
                 answer = self.answers[request_id]
                 answer.placed, answer.is_admitted = (name, model), False
@@ -456,34 +467,56 @@ class SimulatedService:
 
     def _fetch(self, actions: Iterable[Action]) -> None:
         """Begin to bring models to machines that are to load them."""
-        lacking: dict[ModelId, dict[NodeId, None]] = {}
+        lacking: dict[ModelId, dict[NodeId, int]] = {}
         for action in actions:
             match action:
                 case LoadModel() | Prewarm(to_host=True, is_advice=False):
                     model, node = model_of(action.model), self.fleet.workers[action.worker].node
-                    if self.network.find(model, node, self.now_s) is None:
-                        lacking.setdefault(model, {})[node] = None
-                    else:
+                    needed_bytes = self._profiles[model].num_bytes
+                    if self._is_host_limited:  # the device may still have the beginning
+                        needed_bytes -= self.workers[action.worker].reclaimer.device.count_bytes(model)
+                    if self.network.find(model, node, self.now_s, self._needed(needed_bytes)) is not None:
                         self.network.keep(model, node)
+                    elif needed_bytes > 0:
+                        lacking.setdefault(model, {})[node] = needed_bytes
         for model, nodes in lacking.items():
-            num_bytes = self._profiles[model].num_bytes
-            for node, one in self.network.fetch(model, list(nodes), num_bytes, self.now_s).items():
-                in_host = {Rung.HOST: num_bytes, Rung.DISK: num_bytes}
-                self.schedule(ResidencyReported(one.arrived_s, model, in_host, node))
-                if one.source is not None:
-                    bytes_per_s = num_bytes / (one.arrived_s - one.began_s)
-                    self.schedule(LinkMeasured(one.arrived_s, one.source, node, bytes_per_s, 0.0))
+            self._bring(model, list(nodes), max(nodes.values()))
 
-    def _arrived_s(self, order: LoadModel) -> float:
-        """Return when the machine of a worker has what the worker loads in host memory."""
-        node = self.fleet.workers[order.worker].node
-        fetched = self.network.find(model_of(order.model), node, self.now_s)
-        assert fetched is not None, f"not fetched: {order}"
-        if order.pipeline is None:
-            return fetched.arrived_s
-        members = order.pipeline.members
-        own, total = next(one for one in members if one.worker == order.worker), members[-1].end
-        return fetched.stage_s(own.begin / total, own.end / total)
+    def _bring(self, model: ModelId, nodes: Sequence[NodeId], num_bytes: int) -> None:
+        for node, one in self.network.fetch(model, nodes, num_bytes, self.now_s).items():
+            in_host = {Rung.HOST: num_bytes, Rung.DISK: self._profiles[model].num_bytes}
+            self.schedule(ResidencyReported(one.arrived_s, model, in_host, node))
+            if one.source is not None:
+                bytes_per_s = num_bytes / (one.arrived_s - one.began_s)
+                self.schedule(LinkMeasured(one.arrived_s, one.source, node, bytes_per_s, 0.0))
+        for left, node in self.network.left:
+            self.schedule(ResidencyReported(self.now_s, left, {}, node))
+        self.network.left.clear()
+
+    @property
+    def _is_host_limited(self) -> bool:
+        return self.setting.transfers.host_bytes < math.inf
+
+    def _needed(self, num_bytes: int) -> int:
+        """Return how many bytes a copy in host memory must have; without a limit, all are whole."""
+        return num_bytes if self._is_host_limited else 0
+
+    def _source(self, order: HostOrder, num_bytes: int) -> tuple[float, Rung]:
+        """Return when the machine of a worker has what the worker loads in host memory, and where from."""
+        load = order.load
+        model, node = model_of(load.model), self.fleet.workers[load.worker].node
+        whole_bytes = self._profiles[model].num_bytes
+        num_bytes = min(num_bytes, whole_bytes) if load.pipeline is None else whole_bytes
+        fetched = self.network.find(model, node, self.now_s, self._needed(num_bytes))
+        if fetched is None:
+            self._bring(model, [node], num_bytes)
+            fetched = self.network.find(model, node, self.now_s)
+        assert fetched is not None, f"not fetched: {load}"
+        if load.pipeline is None:
+            return fetched.arrived_s, fetched.rung
+        members = load.pipeline.members
+        own, total = next(one for one in members if one.worker == load.worker), members[-1].end
+        return fetched.stage_s(own.begin / total, own.end / total), fetched.rung
 
     def _release(self, model: ModelId, worker: Worker) -> None:
         """Note that a worker has no replica of a model any more."""
@@ -498,8 +531,8 @@ class SimulatedService:
 
     def _residency(self, model: ModelId, node: NodeId) -> dict[Rung, int]:
         num_bytes, residency = self._profiles[model].num_bytes, dict[Rung, int]()
-        if self.network.find(model, node, self.now_s) is not None:
-            residency[Rung.HOST] = num_bytes
+        if host_bytes := self.network.host_bytes_of(model, node, self.now_s):
+            residency[Rung.HOST] = int(min(num_bytes, host_bytes))
         if residency or self.setting.transfers.disk_bytes_per_s is not None:
             residency[Rung.DISK] = num_bytes
         return residency

@@ -1,4 +1,4 @@
-"""Finds the least number of devices with which a workload meets a target, by trying several numbers."""
+"""Finds the fewest devices and the least host memory with which a workload meets a target, by trying."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from ctypes import c_int64
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
@@ -33,10 +33,11 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """How a workload fares with a number of devices. Becomes JSON."""
+    """How a workload fares in a setting. Becomes JSON."""
 
     num_gpus: int
     num_nodes: int
+    host_bytes: int | None  #: of each machine; None: not limited
     requests_on_time: float  #: share of requests with every token on time
     first_token_p99_s: float | None  #: None: no request got a token
     gpus_held: float  #: in the mean
@@ -46,32 +47,34 @@ class Tried:
 Attempt = Callable[[Sequence[int]], list[Tried]]
 
 
-def find_num_gpus(attempt: Attempt, target: float, first: int, num_models: int, width: int) -> list[Tried]:
+def find_least(
+    attempt: Attempt, target: float, first: int, most: int, plenty: int, width: int
+) -> dict[int, Tried]:
     """Return all that was tried, by number. The first that meets the target is the least that does, if any.
 
-    `attempt` gets `width` numbers at most. `first`: where to begin.
+    `attempt` gets `width` numbers at most. `first`: where to begin. `most`: the largest number. From `plenty`
+    on, the search ends if more do not help.
     """
     tried: dict[int, Tried] = {}
     low, high = 0, math.inf  # `low` fails, `high` meets the target
     while high - low > 1:
         if high == math.inf:
             begin = max(first, 2 * low)
-            nums = sorted({min(begin << power, MAX_GPUS) for power in range(width)} - {low})
+            nums = sorted({min(begin << power, most) for power in range(width)} - {low})
         else:
             nums = sorted({low + (int(high) - low) * part // (width + 1) for part in range(1, width + 1)})
             nums = [num for num in nums if num > low] or [low + 1]
         if not nums:
             break
-        for one in attempt(nums):
-            tried[one.num_gpus] = one
+        tried.update(zip(nums, attempt(nums), strict=True))
         met = [num for num, one in tried.items() if one.requests_on_time >= target]
         high = min(met, default=math.inf)
         low = max((num for num in tried if num < high), default=0)
-        if high == math.inf and low >= max(num_models, 4 * first) and low // 2 in tried:
-            half, most = tried[low // 2].requests_on_time, tried[low].requests_on_time
-            if most <= half / HELPS and 1 - most >= HELPS * (1 - half):
+        if high == math.inf and low >= plenty and low // 2 in tried:
+            half, whole = tried[low // 2].requests_on_time, tried[low].requests_on_time
+            if whole <= half / HELPS and 1 - whole >= HELPS * (1 - half):
                 break
-    return [tried[num] for num in sorted(tried)]
+    return dict(sorted(tried.items()))
 
 
 def load_s(setting: SimulationSetting, profile: Profile) -> Callable[[TracedRequest], float]:
@@ -106,20 +109,17 @@ class _WindowResult:
 
 
 class SizingPool:
-    """Simulates a workload with several numbers of devices at a time, in processes of its own."""
+    """Simulates a workload in several settings at a time, in processes of its own."""
 
     def __init__(
         self,
         sample: TraceSample,
-        setting: SimulationSetting,
         profile: Profile,
-        gpus_per_node: int,
         num_processes: int,
         on_progress: Callable[[int, int], None],
     ) -> None:
-        """`on_progress` gets the number of answered requests, and of all that the present numbers have."""
-        self._sample, self._setting, self._profile = sample, setting, profile
-        self._gpus_per_node, self._on_progress = gpus_per_node, on_progress
+        """`on_progress` gets the number of answered requests, and of all that the present settings have."""
+        self._sample, self._profile, self._on_progress = sample, profile, on_progress
         context = get_context("spawn")
         self._num_ended = context.Value(c_int64, 0)
         self._processes = ProcessPoolExecutor(num_processes, context, _begin, (self._num_ended,))
@@ -130,10 +130,9 @@ class SizingPool:
     def __exit__(self, *_: object) -> None:
         self._processes.shutdown(cancel_futures=True)
 
-    def attempt(self, nums_gpus: Sequence[int]) -> list[Tried]:
-        """Simulate the workload with each number of devices."""
+    def attempt(self, settings: Sequence[SimulationSetting]) -> list[Tried]:
+        """Simulate the workload with each setting."""
         parts = self._sample.parts
-        settings = [self._with_gpus(num) for num in nums_gpus]
         self._num_ended.value = 0
         jobs = [
             [self._processes.submit(_simulate, part, setting, self._profile) for part in parts]
@@ -150,10 +149,6 @@ class SizingPool:
             for setting, futures in zip(settings, jobs, strict=True)
         ]
 
-    def _with_gpus(self, num_gpus: int) -> SimulationSetting:
-        num_nodes = math.ceil(num_gpus / self._gpus_per_node)
-        return replace(self._setting, num_workers=num_gpus, num_nodes=num_nodes)
-
 
 def _tried(setting: SimulationSetting, outcomes: Sequence[_WindowResult]) -> Tried:
     all_weight = sum(outcome.weight * len(outcome.late) for outcome in outcomes)
@@ -165,6 +160,7 @@ def _tried(setting: SimulationSetting, outcomes: Sequence[_WindowResult]) -> Tri
     return Tried(
         setting.num_workers,
         setting.num_nodes,
+        None if setting.transfers.host_bytes == math.inf else int(setting.transfers.host_bytes),
         1 - late_weight / max(1.0, all_weight),
         ranked[p99][0] if ranked else None,
         gpu_s / sum(outcome.weight * outcome.length_s for outcome in outcomes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from hearth.core.types import ModelId, Rung, model_of
@@ -10,7 +11,16 @@ from hearth.policy.fleet.events import RungUse
 from hearth.policy.turns.turn_policy import TurnPolicy
 from hearth.sim.profile import NO_LEAST, LeastSeconds, Profile
 from hearth.sim.reclaimer import SimulatedReclaimer
-from hearth.sim.stepped_model import LoadUnderWay, SteppedModel
+from hearth.sim.stepped_model import HostOrder, LoadUnderWay, SteppedModel
+
+#: The rung of a load that had no bytes to move.
+ON_DEVICE = "device"
+#: Returns when bytes that a worker lacks of a model are in host memory of its machine, and where from.
+Source = Callable[[HostOrder, int], tuple[float, Rung]]
+
+
+def in_host_memory(_order: HostOrder, _num_bytes: int) -> tuple[float, Rung]:
+    return 0.0, Rung.HOST
 
 
 class SteppedLoads:
@@ -23,9 +33,11 @@ class SteppedLoads:
         turns: TurnPolicy | None,
         reclaimer: SimulatedReclaimer,
         complete: Callable[[ModelId, LoadUnderWay], None],
+        source: Source,
     ) -> None:
         self._profile, self._hosted, self._turns = profile, hosted, turns
-        self._reclaimer, self._complete = reclaimer, complete
+        self._reclaimer, self._complete, self._source = reclaimer, complete, source
+        self.cold_starts: Counter[str] = Counter()  #: requests that waited for a load, by the rung of it
         self.num_ended = self.bytes_moved = 0
         self.bus_s = 0.0  #: time in which bytes were transferred
         self._bus_free_s = 0.0
@@ -70,17 +82,19 @@ class SteppedLoads:
         elif hosted.is_returning:
             ready_s += self._profile.return_s
         if not num_bytes and ready_s == now_s:
-            self._complete(model, LoadUnderWay(ready_s, ready_s, 0))
+            load = LoadUnderWay(ready_s, ready_s, 0)
+            self._count_cold(model, load)
+            self._complete(model, load)
             return
         begin_s = end_s = ready_s
         if num_bytes:
             begin_s = max(ready_s, self._bus_free_s, flushed_s)
             end_s = self._transfer(max(0, num_bytes - shared_bytes), begin_s)
             hosted.engine.is_behind_load = True
-        arrived_s = hosted.order.arrived_s
-        is_from_peer = arrived_s > end_s
+        arrived_s, rung = self._source(hosted.order, num_bytes)
+        rung = Rung.HOST if arrived_s <= end_s else rung
         hosted.load = LoadUnderWay(
-            begin_s, max(end_s, arrived_s), num_bytes, is_from_peer=is_from_peer, shared_bytes=shared_bytes
+            begin_s, max(end_s, arrived_s), num_bytes, rung=rung, shared_bytes=shared_bytes
         )
 
     def cancel(self, hosted: SteppedModel, now_s: float) -> None:
@@ -97,7 +111,10 @@ class SteppedLoads:
         if model is not None and num_bytes:
             begin_s = max(now_s, self._bus_free_s)
             end_s = self._transfer(num_bytes, begin_s)
-            self._hosted[model].load = LoadUnderWay(begin_s, end_s, num_bytes, is_front=True)
+            arrived_s, rung = self._source(self._hosted[model].order, num_bytes)
+            rung = Rung.HOST if arrived_s <= end_s else rung
+            load = LoadUnderWay(begin_s, max(end_s, arrived_s), num_bytes, is_front=True, rung=rung)
+            self._hosted[model].load = load
 
     def _transfer(self, num_bytes: int, begin_s: float) -> float:
         self._bus_free_s = begin_s + self._profile.give_way_s + self._seconds(num_bytes)
@@ -105,8 +122,8 @@ class SteppedLoads:
 
     def uses_of(self, load: LoadUnderWay) -> tuple[RungUse, ...]:
         num_bytes = load.moved_bytes
-        if load.is_from_peer:
-            return (RungUse(Rung.PEER, num_bytes, load.end_s - load.began_s),)
+        if load.rung is not Rung.HOST:
+            return (RungUse(load.rung, num_bytes, load.end_s - load.began_s),)
         return (RungUse(Rung.HOST, num_bytes, self._seconds(num_bytes)),) if num_bytes else ()
 
     def _seconds(self, num_bytes: int) -> float:
@@ -124,4 +141,11 @@ class SteppedLoads:
         self._reclaimer.policy.note_freed()
         if not load.is_front:
             self.num_ended += 1
+            self._count_cold(model, load)
             self._complete(model, load)
+
+    def _count_cold(self, model: ModelId, load: LoadUnderWay) -> None:
+        hosted = self._hosted[model]
+        if hosted.num_cold:
+            self.cold_starts[load.rung if load.num_bytes else ON_DEVICE] += hosted.num_cold
+            hosted.num_cold = 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hearth.core.sizes import StepLimits, mixed_sizes
-from hearth.core.types import Hold, ModelId, Pace, RequestId, model_of
+from hearth.core.types import Hold, ModelId, Pace, RequestId, Rung, model_of
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.kv_pressure import PressureWatch
 from hearth.policy.batch.plan import Admission
@@ -26,7 +26,6 @@ class HostOrder:
     profile: ModelProfile
     shape: ShapeProfile
     max_context: int
-    arrived_s: float = 0.0  #: when its bytes are all in host memory of the worker's machine
     hops_s: float = 0.0  #: of a step's way through all stages and back
     begin_bytes: int = 0  #: of the model, those before what the worker has of it
 
@@ -113,7 +112,7 @@ class LoadUnderWay:
     end_s: float
     num_bytes: int
     is_front: bool = False  #: a prefetch of some missing bytes before its turn
-    is_from_peer: bool = False  #: it waited for bytes of another machine
+    rung: Rung = Rung.HOST  #: whose bytes it waited for
     shared_bytes: int = 0  #: of `num_bytes`, those that a stage beside the model has brought
 
     @property
@@ -135,4 +134,5 @@ class SteppedModel:
     hold: Hold = Hold.WARM  #: while it has no requests
     load: LoadUnderWay | None = None
     requests: dict[RequestId, StartOrder] = field(default_factory=dict)
+    num_cold: int = 0  #: requests that came while it was not all loaded, since its last load
     watch: PressureWatch = field(default_factory=PressureWatch)

@@ -38,7 +38,7 @@ from hearth.sim.jump import Jump, JumpedCall, plan_jump
 from hearth.sim.profile import Profile
 from hearth.sim.reclaimer import SimulatedReclaimer
 from hearth.sim.stepped_engine import Flight, SteppedEngine
-from hearth.sim.stepped_loads import SteppedLoads
+from hearth.sim.stepped_loads import Source, SteppedLoads, in_host_memory
 from hearth.sim.stepped_model import (
     HostOrder,
     LoadUnderWay,
@@ -74,12 +74,13 @@ class SteppedWorker:
         limits: StepLimits,
         max_step_s: float,
         rules: TurnRules | None,
+        source: Source = in_host_memory,
     ) -> None:
         self.name = name
         self.hosted: dict[ModelId, SteppedModel] = {}
         self.turns = None if rules is None else TurnPolicy(budget_bytes, rules=rules)
         self.reclaimer = SimulatedReclaimer(budget_bytes, self.hosted, self.turns)
-        self.loads = SteppedLoads(profile, self.hosted, self.turns, self.reclaimer, self._complete)
+        self.loads = SteppedLoads(profile, self.hosted, self.turns, self.reclaimer, self._complete, source)
         self.step_s = 0.0  #: time in which steps ran
         self.num_steps = self.num_preempted = 0
         self._profile, self._limits, self._max_step_s = profile, limits, max_step_s
@@ -232,6 +233,7 @@ class SteppedWorker:
         model, now_s = start.model, self._now_s
         hosted = self.hosted[model]
         hosted.requests[start.request_id] = start
+        hosted.num_cold += not self.loads.is_loaded(model)
         hosted.engine.add(
             start.request_id,
             start.num_prompt_tokens,
