@@ -243,7 +243,7 @@ class SimulatedService:
 
     @property
     def most_host_bytes(self) -> int:
-        """Of weights in host memory of a machine. Without a limit, the first machine has all."""
+        """Weights in host memory, on the machine with most. Without a limit, the first has all."""
         if self._is_host_limited:
             return int(self.network.most_host_bytes)
         return sum(profile.num_bytes for profile in self._profiles.values())
