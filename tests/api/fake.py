@@ -247,6 +247,9 @@ class FakeGateway:
     async def fresh_ps(self) -> ProcessView:
         return ProcessView((), (), 0, 0)
 
+    def forecast(self, name: str, _: Caller) -> dict[str, str]:
+        return {"model": name}
+
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
         self.callers.append(caller)
         return self.explanation if request_id == "r0" else None

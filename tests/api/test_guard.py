@@ -86,7 +86,7 @@ def test_changes_need_an_admins_key(
     assert statuses == [403, 200, 200]
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/hearth/ps"])
+@pytest.mark.parametrize("path", ["/metrics", "/hearth/ps", "/hearth/forecasts/tiny"])
 def test_what_shows_everybodys_requests_needs_a_monitors_key(locked: FakeGateway, path: str) -> None:
     """Counts and times would tell one user how long another's prompt was, and whether it was cached."""
     keys = ("user-key", "monitor-key", "admin-key", "admin-token")

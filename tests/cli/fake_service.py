@@ -217,6 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(200, service.models)
             case "POST", ["hearth", "models"] if body is not None:
                 self._deploy(body)
+            case "GET", ["hearth", "forecasts", "smol"]:
+                self._send(200, service.forecast)
             case "GET", ["hearth", "requests", "r1"]:
                 self._send(200, EXPLANATION)
             case "GET", ["hearth", "requests", other]:
@@ -236,8 +238,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.service.models.remove(model)
         if rest == ["unload"]:
             return self._send(200, self.service.unloaded)
-        if rest == ["forecast"]:
-            return self._send(200, self.service.forecast)
         if rest == ["presets"]:
             return self._send(200, model)
         if rest == ["snapshot"]:

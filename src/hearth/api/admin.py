@@ -13,7 +13,7 @@ from starlette.responses import Response
 from hearth.api.answers import PLAIN_TEXT
 from hearth.api.anthropic.message_format import MESSAGE_PREFIX
 from hearth.api.body import OwnBody, Text
-from hearth.api.guard import MODELS_PATH, NODES_PATH, caller_of
+from hearth.api.guard import FORECASTS_PATH, MODELS_PATH, NODES_PATH, caller_of
 from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT, COMPLETION
@@ -84,11 +84,6 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     @routes.get("", summary="List the deployed models")
     async def list_models(request: Request) -> Response:
         return as_json(gateway.deployments.models(caller_of(request)))
-
-    @routes.get("/{name:path}/forecast", summary="Show recorded and expected requests for a model")
-    async def show_forecast(name: str, request: Request) -> Response:
-        """Needs the setting `service.prewarm`. Rates are requests per second."""
-        return as_json(gateway.views.forecast(name, caller_of(request)))
 
     @routes.get("/{name:path}", summary="Show a deployed model")
     async def show_model(name: str, request: Request, look: bool = False) -> Response:
@@ -171,6 +166,11 @@ def service_routes(gateway: Gateway) -> APIRouter:
     @routes.get("/hearth/ps", summary="Workers, their memory and loaded models")
     async def ps() -> Response:
         return as_json(await gateway.views.fresh_ps())
+
+    @routes.get(FORECASTS_PATH + "/{name:path}", summary="Recorded and expected requests for a model")
+    async def forecast(name: str, request: Request) -> Response:
+        """Needs the setting `service.prewarm`. Rates are requests per second."""
+        return as_json(gateway.views.forecast(name, caller_of(request)))
 
     @routes.get("/hearth/requests/{request_id:path}", summary="Explain where the time of a request went")
     async def explain(request_id: str, request: Request) -> Response:

@@ -37,6 +37,7 @@ DOCS_PATH = "/docs"  #: the same for all, so it needs no key, which a browser do
 #: Paths that show the whole service, including the load of other callers.
 NODES_PATH = "/hearth/nodes"  #: changes are for admins
 HISTORY_PATH = "/hearth/history"
+FORECASTS_PATH = "/hearth/forecasts"
 EVENTS_PATH = "/hearth/events"  #: each caller gets what it may see
 MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps", NODES_PATH, HISTORY_PATH])
 WEB_PATH = "/web/"  #: the files of the dashboard, which hold nothing secret
@@ -237,7 +238,9 @@ def _needed_role(scope: Scope) -> Role:
         return "admin"
     if scope["path"].startswith(KEYS_PATH):
         return "admin"
-    return "monitor" if scope["path"] in MONITOR_PATHS else "user"
+    if scope["path"] in MONITOR_PATHS or scope["path"].startswith(FORECASTS_PATH):
+        return "monitor"
+    return "user"
 
 
 def _header_bytes(scope: Scope) -> int:

@@ -171,7 +171,7 @@ class Client:
         return self._get(f"/hearth/requests/{_segment(request_id)}", Explanation)
 
     def forecast(self, name: str) -> ForecastView:
-        return self._get(f"/hearth/models/{_segment(name)}/forecast", ForecastView)
+        return self._get(f"/hearth/forecasts/{_segment(name)}", ForecastView)
 
     def remove(self, name: str, *, with_adapters: bool = False) -> None:
         query = "?with_adapters=true" if with_adapters else ""

@@ -142,6 +142,7 @@ class Forecasts:
             self.begin_s, self.by_model, self._num_failures = begin_s, found, 0
             for forecast in found.values():
                 self._tell(forecast)
+                await asyncio.sleep(0)  # there may be a thousand
 
     async def _send(self, process: Process) -> None:
         assert process.stdin is not None, "asked for a pipe"
@@ -152,6 +153,7 @@ class Forecasts:
                 process.stdin.write(msgspec.json.encode(recorded) + b"\n")
                 with suppress(ConnectionError, RuntimeError):  # it has just ended, by asyncio and by uvloop
                     await process.stdin.drain()
+                await asyncio.sleep(0)
         process.stdin.write(b"\n")
 
     async def _receive(self, process: Process) -> dict[ModelId, RequestForecast]:
