@@ -14,6 +14,7 @@ from msgspec.structs import replace as replace_struct
 
 from hearth.core.errors import ConfigError
 from hearth.core.types import Rung
+from hearth.sim.estimates import SPECS
 from hearth.sim.profile import LeastSeconds, Profile, kept_names
 from hearth.sim.step_times import StepTimes
 from hearth.snapshot.cost_profile import MeasuredStep
@@ -257,6 +258,23 @@ def test_a_profile_that_was_cut_off_says_what_it_lacks(tmp_path: Path) -> None:
 def test_an_unknown_profile_is_refused_with_those_that_are_kept() -> None:
     with pytest.raises(ConfigError, match=r"there is no profile `b300`; name one of .*`cpu2`"):
         Profile.load("b300")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_an_estimate_is_slower_by_what_its_specification_says(name: str) -> None:
+    base, estimated = Profile.load("h200"), Profile.load(name)
+    spec, base_spec = SPECS[name], SPECS["h200"]
+
+    assert estimated.is_estimate == (name != "h200")
+    assert estimated.measured.origin.device.startswith("NVIDIA")
+    before, after = base.shape("7B"), estimated.shape("7B")
+    for sizes, slower in [
+        ((1, 1, 64), base_spec.memory_bytes_per_s / spec.memory_bytes_per_s),
+        ((8192, 1, 8192), base_spec.flops / spec.flops),
+    ]:
+        assert after.step_s(*sizes) == pytest.approx(slower * before.step_s(*sizes), rel=0.05)
+    bus = spec.bus_bytes_per_s / base_spec.bus_bytes_per_s
+    assert estimated.bytes_per_s[Rung.HOST] == pytest.approx(bus * base.bytes_per_s[Rung.HOST])
 
 
 @pytest.mark.parametrize("name", kept_names())

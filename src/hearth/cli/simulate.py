@@ -16,7 +16,7 @@ from hearth.cli.figures import precise, size
 from hearth.cli.progress import step_bar
 from hearth.cli.sizing import describe, find
 from hearth.cli.snapshot import cost_profile
-from hearth.core.config import parse_bytes
+from hearth.core.config import EngineConfig, parse_bytes
 from hearth.core.errors import ConfigError
 from hearth.core.types import Pace, Rung
 from hearth.sim.arrivals import Lengths, draw_trace, steady
@@ -66,7 +66,14 @@ def simulate(
             help="Host memory of each machine for weights; without it, the first machine has all in memory.",
         ),
     ] = None,
-    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory per worker.")] = "24GiB",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Memory per worker. Default: 90% of the profile's device.",
+        ),
+    ] = None,
     policy: Annotated[
         Policy,
         typer.Option(
@@ -80,7 +87,10 @@ def simulate(
         typer.Option(
             "--profile",
             metavar="NAME|FILE",
-            help="Machine: h200, cpu2, a measured file, or snapshot:MODEL for this machine.",
+            help=(
+                "Machine: h200 or cpu2, measured; a100, h100, l40s, rtx4090 or t4, estimated; a measured file; or "
+                "snapshot:MODEL for this machine."
+            ),
         ),
     ] = "h200",
     context: Annotated[int, typer.Option("--context", min=2, help="Context length in tokens.")] = 2048,
@@ -139,11 +149,12 @@ def simulate(
     """Simulate a workload against Hearth's scheduler, in virtual time.
 
     All policies (placement, turns, batching, memory) are those of the service. Only the device is simulated,
-    by a measured profile of a machine. --profile snapshot:MODEL uses what a worker on this machine measured
-    of a model; use its name in --models (see `hearth snapshot`). Other models are named by a shape of the
-    profile, or by a size such as 13b. The busiest tenant of a trace is mapped to the first model, and so on,
-    starting over after the last. Lengths that a trace lacks are drawn from --lengths; without it, a prompt
-    has 512 tokens and an answer 128. Token i is on time if it comes by arrival + --on-time + i / 10 s.
+    by the profile of a machine: measured, or estimated from the specification of a GPU. --profile
+    snapshot:MODEL uses what a worker on this machine measured of a model; use its name in --models (see
+    `hearth snapshot`). Other models are named by a shape of the profile, or by a size such as 13b. The busiest
+    tenant of a trace is mapped to the first model, and so on, starting over after the last. Lengths that a
+    trace lacks are drawn from --lengths; without it, a prompt has 512 tokens and an answer 128. Token i is on
+    time if it comes by arrival + --on-time + i / 10 s.
 
     --find tries numbers of devices on all cores of this machine. Of a long workload it simulates the busiest
     windows, and some less busy ones in the place of all others; the answer says which.
@@ -174,7 +185,7 @@ def simulate(
     )
     setting = SimulationSetting(
         shapes=parse_models(models),
-        memory_bytes=parse_bytes(memory),
+        memory_bytes=_default_memory(machine) if memory is None else parse_bytes(memory),
         num_workers=workers,
         num_nodes=math.ceil(workers / gpus_per_node),
         transfers=transfers,
@@ -201,9 +212,24 @@ def simulate(
         total = len(workload.requests)
         report = run_simulation(workload, setting, machine, lambda num: advance(num, total))
     if as_json:
-        typer.echo(json.dumps({"trace": workload.name, "seed": seed, "profile": profile, **asdict(report)}))
+        typer.echo(
+            json.dumps(
+                {
+                    "trace": workload.name,
+                    "seed": seed,
+                    "profile": profile,
+                    "is_estimate": machine.is_estimate,
+                    **asdict(report),
+                }
+            )
+        )
     else:
         print_table(f"{workload.name} at {speed:g}x, {policy}", _facts(report, setting, machine))
+
+
+def _default_memory(machine: Profile) -> int:
+    device_bytes = machine.memory_bytes
+    return 24 << 30 if device_bytes is None else int(EngineConfig().memory_fraction * device_bytes)
 
 
 def _machine(profile: str, data_dir: Path) -> Profile:

@@ -70,6 +70,7 @@ def find(
     if as_json:
         shown = {
             "trace": trace.name,
+            "is_estimate": profile.is_estimate,
             "target": target,
             "num_gpus": None if found is None else found.num_gpus,
             "host_bytes": None if found is None else found.host_bytes or weights_bytes,
@@ -81,7 +82,8 @@ def find(
         }
         typer.echo(json.dumps(shown))
         return
-    out.print(_answer(tried, found, target, setting, size(weights_bytes)), soft_wrap=True)
+    answer = _answer(tried, found, target, setting, size(weights_bytes))
+    out.print(("Estimated: " if profile.is_estimate else "") + answer, soft_wrap=True)
     out.print(_about(sampled), soft_wrap=True)
     out.print(f"Setting: {describe(setting, profile)}.", soft_wrap=True)
     out.print()
@@ -110,8 +112,10 @@ def describe(setting: SimulationSetting, profile: Profile) -> str:
     host = "all weights in host memory of the first machine"
     if transfers.host_bytes < math.inf:
         host = f"{size(int(transfers.host_bytes))} of host memory per machine"
+    origin = "an estimate from its specification" if profile.is_estimate else "as measured"
     return (
-        f"{size(setting.memory_bytes)} per GPU, loaded at {profile.bytes_per_s[Rung.HOST] / 1e9:.1f} GB/s; "
+        f"{profile.measured.origin.device}, {origin}; {size(setting.memory_bytes)} per GPU, "
+        f"loaded at {profile.bytes_per_s[Rung.HOST] / 1e9:.1f} GB/s; "
         f"{host}; {from_disk}; links {transfers.link_bytes_per_s * 8e-9:g} Gbit/s"
     )
 

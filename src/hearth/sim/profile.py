@@ -17,6 +17,7 @@ from msgspec.structs import replace as replace_struct
 from hearth.core.errors import ConfigError
 from hearth.core.types import Rung
 from hearth.policy.batch.flights import StageTimes, choose_flights
+from hearth.sim.estimates import MEASURED, SPECS, DeviceSpec, estimate
 from hearth.sim.step_times import StepTimes
 from hearth.snapshot.cost_profile import VERSION, MeasuredProfile, MeasuredShape, MeasuredStep
 
@@ -86,8 +87,11 @@ class ShapeProfile:
 
 
 class Profile:
-    def __init__(self, measured: MeasuredProfile) -> None:
+    def __init__(self, measured: MeasuredProfile, spec: DeviceSpec | None = None) -> None:
+        """`spec`: of the device, if it is known."""
         self.measured = measured
+        self.memory_bytes = None if spec is None else int(spec.memory_bytes)
+        self.is_estimate = spec is not None and spec is not SPECS[MEASURED]
         self.bytes_per_s: Mapping[Rung, float] = measured.bytes_per_s
         #: Of a load by an engine that is there, besides its bytes.
         self.give_way_s = measured.switch.give_way_s
@@ -104,18 +108,21 @@ class Profile:
 
     @staticmethod
     def load(path_or_name: str | Path) -> Profile:
-        """Read a profile by name, such as `h200`, or from a file.
+        """Read a profile by name, such as `h200` or the estimate `a100`, or from a file.
 
         Raises:
             ConfigError: there is no such profile, or the file is invalid.
         """
+        if (spec := SPECS.get(str(path_or_name))) is not None:
+            kept = _read(_KEPT / f"{MEASURED}.json")
+            return Profile(kept if spec is SPECS[MEASURED] else estimate(kept, spec), spec)
         path = Path(path_or_name)
         if path.suffix != ".json":
             path = _KEPT / f"{path_or_name}.json"
         if not path.is_file():
-            kept = ", ".join(f"`{name}`" for name in kept_names())
+            known = ", ".join(f"`{name}`" for name in sorted({*kept_names(), *SPECS}))
             raise ConfigError(
-                f"there is no profile `{path_or_name}`; name one of {kept}, or a file that ends in `.json`"
+                f"there is no profile `{path_or_name}`; name one of {known}, or a file that ends in `.json`"
             )
         return Profile.of(_read(path), str(path))
 
