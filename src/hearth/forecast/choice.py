@@ -1,20 +1,21 @@
 """Chooses the method that would have forecast a model's recent past best.
 
-every day     `choose`: tries all methods, fits them, trains what is trained
+every day     `choose`: tries all methods, fits them, trains the network
 every hour    `Chosen.refit`: fits the chosen method again
 every step    `Chosen.forecast`: predicts from the newest counts
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hearth.core.types import ModelId
 from hearth.forecast.hedge import Hedged, outcomes
-from hearth.forecast.methods import Fitted, LastValue
+from hearth.forecast.methods import Fitted, LastValue, Mean
 from hearth.forecast.regression import fit_regression
 from hearth.forecast.series import DAY_S, WEEK_S, Numbers, Series
 
@@ -23,7 +24,9 @@ HORIZON = 6
 #: The probability that more requests come than the upper bound says.
 MISS = 0.1
 #: The recent past that is forecast to compare methods, and the fewest steps before it.
-TRIED_S, MIN_HISTORY = WEEK_S, 12
+TRIED_S, MIN_HISTORY = 3 * DAY_S, 12
+#: How many of the busiest models the network is trained on.
+NUM_TRAINED = 32
 
 Fit = Callable[[Numbers, Series], Fitted | None]
 
@@ -43,13 +46,14 @@ class Chosen:
     """The method for one model, fitted, and how it has done."""
 
     method: str
+    fit: Fit
     fitted: Fitted
     excess: Numbers  #: for each step ahead, requests beyond the forecast, exceeded with probability `MISS`
     mase: float | None
 
     def refit(self, series: Series) -> Chosen:
         """Return the same method with parameters that fit the series of now."""
-        fitted = METHODS[self.method](series.without_gaps(), series)
+        fitted = _hedged(self.fit, series.without_gaps(), series)
         return self if fitted is None else replace(self, fitted=fitted)
 
     def forecast(self, series: Series) -> Forecast:
@@ -63,28 +67,30 @@ class Chosen:
 
 
 def choose(series_by_model: Mapping[ModelId, Series]) -> dict[ModelId, Chosen]:
-    """Choose a method for each model. The busiest models may have costlier ones."""
-    return {model: _choose(series) for model, series in series_by_model.items()}
+    """Choose a method for each model. All series have the same step."""
+    fits = methods(list(series_by_model.values()))
+    return {model: _choose(series, fits) for model, series in series_by_model.items()}
 
 
-def _choose(series: Series) -> Chosen:
-    counts = series.without_gaps()
-    begin = max(MIN_HISTORY, len(counts) - series.num_steps(TRIED_S))
-    if begin >= len(counts):
-        return Chosen("last value", LastValue(), np.zeros(HORIZON), None)
-    origins = np.arange(begin, len(counts))
-    came = outcomes(counts, origins, HORIZON)
-    misses_by_method: dict[str, Numbers] = {}
-    for method, fit in METHODS.items():
-        if tried := fit(counts[:begin], series):
-            misses_by_method[method] = came - tried.predict(counts, origins, HORIZON)
-    errors = {method: float(np.nanmean(np.abs(misses[:, 0]))) for method, misses in misses_by_method.items()}
-    best = min(errors, key=errors.__getitem__)
-    naive = errors["last value"]
-    excess = np.nanquantile(misses_by_method[best], 1.0 - MISS, axis=0)
-    fitted = METHODS[best](counts, series)
-    assert fitted is not None, f"{best=} fits {begin=} counts, but not {len(counts)}"
-    return Chosen(best, fitted, excess, errors[best] / naive if naive else None)
+def methods(series: Sequence[Series]) -> dict[str, Fit]:
+    """Return all methods. One is trained on the busiest series, before the recent past."""
+    fits: dict[str, Fit] = {"last value": _last_value, "regression": _regression}
+    pasts = [one.without_gaps()[: -one.num_steps(TRIED_S)] for one in series]
+    busiest = heapq.nlargest(NUM_TRAINED, filter(np.any, pasts), key=np.mean)
+    if not busiest or max(map(len, busiest)) < 2 * series[0].num_steps(DAY_S):
+        return fits
+    from hearth.forecast.network import Trained, scale_of, train  # torch needs memory
+
+    network = train(busiest, series[0].num_steps(DAY_S), HORIZON)
+
+    def fit_network(counts: Numbers, series: Series) -> Fitted:
+        return Trained(network, scale_of(counts), series.num_steps(DAY_S))
+
+    def fit_both(counts: Numbers, series: Series) -> Fitted | None:
+        regression = _regression(counts, series)
+        return regression and Mean((regression, fit_network(counts, series)))
+
+    return {**fits, "network": fit_network, "network and regression": fit_both}
 
 
 def _last_value(counts: Numbers, series: Series) -> Fitted:
@@ -92,10 +98,30 @@ def _last_value(counts: Numbers, series: Series) -> Fitted:
 
 
 def _regression(counts: Numbers, series: Series) -> Fitted | None:
-    day, week = series.num_steps(DAY_S), series.num_steps(WEEK_S)
-    fitted = fit_regression(counts, day, week, HORIZON)
-    return fitted and Hedged(fitted, window=day)
+    return fit_regression(counts, series.num_steps(DAY_S), series.num_steps(WEEK_S), HORIZON)
 
 
-#: The first of those that are equally good is chosen.
-METHODS: dict[str, Fit] = {"last value": _last_value, "regression": _regression}
+def _choose(series: Series, fits: Mapping[str, Fit]) -> Chosen:
+    counts = series.without_gaps()
+    begin = max(MIN_HISTORY, len(counts) - series.num_steps(TRIED_S))
+    if begin >= len(counts):
+        return Chosen("last value", _last_value, LastValue(), np.zeros(HORIZON), None)
+    origins = np.arange(begin, len(counts))
+    came = outcomes(counts, origins, HORIZON)
+    misses_by_method: dict[str, Numbers] = {}
+    for method, fit in fits.items():
+        if tried := _hedged(fit, counts[:begin], series):
+            misses_by_method[method] = came - tried.predict(counts, origins, HORIZON)
+    errors = {method: float(np.nanmean(np.abs(misses[:, 0]))) for method, misses in misses_by_method.items()}
+    # Of those that are equally good, the first.
+    best = min(errors, key=errors.__getitem__)
+    naive = errors["last value"]
+    excess = np.nanquantile(misses_by_method[best], 1.0 - MISS, axis=0)
+    fitted = _hedged(fits[best], counts, series)
+    assert fitted is not None, f"{best=} fits {begin=} counts, but not {len(counts)}"
+    return Chosen(best, fits[best], fitted, excess, errors[best] / naive if naive else 1.0)
+
+
+def _hedged(fit: Fit, counts: Numbers, series: Series) -> Fitted | None:
+    fitted = fit(counts, series)
+    return fitted and Hedged(fitted, window=series.num_steps(DAY_S))

@@ -31,3 +31,15 @@ class LastValue:
 
     def predict(self, counts: Numbers, origins: Origins, horizon: int) -> Numbers:
         return np.repeat(counts[origins - 1][:, None], horizon, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of what several methods predict."""
+
+    methods: tuple[Fitted, ...]
+
+    def predict(self, counts: Numbers, origins: Origins, horizon: int) -> Numbers:
+        predicted = [method.predict(counts, origins, horizon) for method in self.methods]
+        mean: Numbers = np.mean(predicted, axis=0)
+        return mean

@@ -34,7 +34,7 @@ class Regression:
             _inputs(roots, origins, self.day, self.week, ahead) @ self.weights[ahead]
             for ahead in range(horizon)
         ]
-        changed = np.maximum(roots[origins - 1][:, None] + np.stack(steps, axis=1), 0.0)
+        changed: Numbers = np.maximum(roots[origins - 1][:, None] + np.stack(steps, axis=1), 0.0)
         return changed * changed
 
 
