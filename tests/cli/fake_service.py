@@ -138,6 +138,7 @@ FORECAST = ForecastView(
     num_wanted=1,
     lead_s=3.25,
     expected_per_s=0.5,
+    budget_s=42.0,
     last_prewarm="would have been loaded on w0",
     last_prewarm_at_s=1_700_000_000.0,
 )

@@ -134,6 +134,7 @@ def _summary(view: ForecastView) -> Iterator[str]:
     if view.num_wanted is not None and view.lead_s is not None and view.expected_per_s is not None:
         yield f"replicas worth loading: {view.num_wanted}, loaded: {view.num_loaded}"
         yield f"expected in {precise(view.lead_s)}, after a load: {60.0 * view.expected_per_s:.3g} per minute"
+        yield f"device time that wrong forecasts may still cost: {duration(view.budget_s)}"
     if view.last_prewarm is not None and view.last_prewarm_at_s is not None:
         yield f"{duration(time.time() - view.last_prewarm_at_s)} ago: {view.last_prewarm}"
     if view.prewarm == "advise":

@@ -87,6 +87,7 @@ class Forecasts:
             num_wanted=None if expected is None else expected.num_replicas,
             lead_s=None if expected is None else expected.lead_s,
             expected_per_s=None if expected is None else expected.per_s,
+            budget_s=fleet.prewarm_budget.device_s,
             last_prewarm=None if last is None else describe_prewarm(last[1]),
             last_prewarm_at_s=None if last is None else last[0],
         )

@@ -316,5 +316,6 @@ class ForecastView:
     num_wanted: int | None  #: replicas worth having in `lead_s`; these three: None: the brain has no forecast
     lead_s: float | None  #: how long a load may take
     expected_per_s: float | None  #: requests after `lead_s`
+    budget_s: float  #: time of devices that wrong forecasts may still cost
     last_prewarm: str | None  #: what the service did last for a forecast, or would have done
     last_prewarm_at_s: float | None  #: since the epoch
