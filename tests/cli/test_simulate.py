@@ -6,8 +6,20 @@ from pathlib import Path
 import msgspec
 
 from hearth.cli.figures import size
+from hearth.control.datadir import DataDir
+from hearth.control.journal import Journal
+from hearth.core.types import ModelId, RequestId, WorkerId
+from hearth.policy.fleet.events import (
+    BrainConfig,
+    Event,
+    ModelDeployed,
+    RequestArrived,
+    RequestFinished,
+    WorkerJoined,
+)
+from hearth.sim.setting import KIND, SimulationSetting
 from tests.cli.shell import Hearth
-from tests.sim.small_machine import MACHINE
+from tests.sim.small_machine import MACHINE, MEMORY_BYTES, SHAPES
 
 
 def machine(directory: Path) -> str:
@@ -119,3 +131,28 @@ def test_wrong_input_is_explained(hearth: Hearth, tmp_path: Path) -> None:
         refused = hearth("simulate", "--profile", profile, *words)
         assert (refused.code, refused.out) == (2, "")
         assert complaint in " ".join(refused.err.split())
+
+
+def test_recorded_traffic_is_simulated_with_fewer_devices(hearth: Hearth, tmp_path: Path) -> None:
+    setting = SimulationSetting(SHAPES, MEMORY_BYTES)
+    events: list[Event] = [
+        ModelDeployed(0.0, setting.model_profile(model, MACHINE.shape(shape)))
+        for model, shape in SHAPES.items()
+    ]
+    events += [WorkerJoined(0.0, WorkerId(f"w{number}"), KIND, MEMORY_BYTES) for number in range(2)]
+    ids = [RequestId(f"r{number}") for number in range(41)]
+    for number, request_id in enumerate(ids):
+        events.append(RequestArrived(100 + number / 10, request_id, ModelId("abcd"[number % 4]), 100, None))
+    events += [RequestFinished(104 + number / 10, one, 20) for number, one in enumerate(ids[:40])]
+    path = DataDir(tmp_path / "data").journal_path
+    path.parent.mkdir(parents=True)
+    with Journal(path, BrainConfig(), 1 << 30) as journal:
+        for event in sorted(events, key=lambda event: event.now_s):
+            journal.record(event, [])
+    asked = ("simulate", "--journal", str(tmp_path / "data"), "--profile", machine(tmp_path), "--json")
+    same, fewer = (hearth(*asked, *words) for words in ((), ("--workers", "1")))
+    assert "2 workers of 24.0 GiB, 40 requests; 1 without an end" in same.err
+    two, one = json.loads(same.out), json.loads(fewer.out)
+    assert (two["num_workers"], two["num_models"], two["num_requests"]) == (2, 4, 40)
+    assert (one["num_workers"], one["num_requests"]) == (1, 40)
+    assert one["first_token_s"]["p99"] > two["first_token_s"]["p99"]

@@ -14,6 +14,7 @@ import typer
 from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_table
 from hearth.cli.figures import precise, size
 from hearth.cli.progress import step_bar
+from hearth.cli.recorded import read_traffic
 from hearth.cli.sizing import describe, find
 from hearth.cli.snapshot import cost_profile
 from hearth.core.config import EngineConfig, parse_bytes
@@ -37,13 +38,21 @@ DRAWN_S = 600.0
 @app.command(rich_help_panel="This machine")
 def simulate(
     trace: Annotated[
-        str,
+        str | None,
         typer.Argument(metavar="TRACE", help="Arrivals: a file, poisson:RATE or gamma:RATE:CV."),
-    ],
+    ] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            "--journal", metavar="DIR", help="Instead of TRACE: the traffic recorded in a data directory."
+        ),
+    ] = None,
     models: Annotated[
         str, typer.Option("--models", metavar="SHAPES", help="Model sizes, such as 1b,7b,3b or 7b*40.")
     ] = "7b",
-    workers: Annotated[int, typer.Option("--workers", min=1, help="Number of devices.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Number of devices. Default: 1, or as recorded.")
+    ] = None,
     gpus_per_node: Annotated[
         int, typer.Option("--gpus-per-node", min=1, metavar="N", help="Devices of each machine, at most.")
     ] = 8,
@@ -88,8 +97,8 @@ def simulate(
             "--profile",
             metavar="NAME|FILE",
             help=(
-                "Machine: h200 or cpu2, measured; a100, h100, l40s, rtx4090 or t4, estimated; a measured file; or "
-                "snapshot:MODEL for this machine."
+                "Machine: h200 or cpu2, measured; a100, h100, l40s, rtx4090 or t4, estimated; a measured "
+                "file; or snapshot:MODEL for this machine."
             ),
         ),
     ] = "h200",
@@ -151,13 +160,16 @@ def simulate(
     All policies (placement, turns, batching, memory) are those of the service. Only the device is simulated,
     by the profile of a machine: measured, or estimated from the specification of a GPU. --profile
     snapshot:MODEL uses what a worker on this machine measured of a model; use its name in --models (see
-    `hearth snapshot`). Other models are named by a shape of the profile, or by a size such as 13b. The busiest
-    tenant of a trace is mapped to the first model, and so on, starting over after the last. Lengths that a
-    trace lacks are drawn from --lengths; without it, a prompt has 512 tokens and an answer 128. Token i is on
-    time if it comes by arrival + --on-time + i / 10 s.
+    `hearth snapshot`). Other models are named by a shape of the profile, or by a size such as 13b. The
+    busiest tenant of a trace is mapped to the first model, and so on, starting over after the last. Lengths
+    that a trace lacks are drawn from --lengths; without it, a prompt has 512 tokens and an answer 128. Token
+    i is on time if it comes by arrival + --on-time + i / 10 s.
 
     --find tries numbers of devices on all cores of this machine. Of a long workload it simulates the busiest
     windows, and some less busy ones in the place of all others; the answer says which.
+
+    --journal repeats the traffic that a service has recorded, with its models, on as many devices as it had,
+    or with other settings: what if there were one less?
 
     [bold]Examples[/bold]
 
@@ -172,9 +184,13 @@ def simulate(
       hearth simulate poisson:1 --profile snapshot:mine --models "mine*4"
 
       hearth simulate arena.csv --models "7b*27" --find
+
+      hearth simulate --journal ~/.hearth --workers 1
     """
     if link <= 0:
         raise ConfigError(f"`--link` must be more than 0 Gbit/s, given: {link:g}")
+    if (trace is None) == (journal is None):
+        raise ConfigError("simulate needs TRACE or `--journal`, and not both")
     machine = _machine(profile, data_dir)
     if disk is None and (host_memory is not None or is_find):
         disk = machine.bytes_per_s[Rung.DISK] / 1e9
@@ -183,11 +199,24 @@ def simulate(
         None if disk is None else disk * 1e9,
         host_bytes=math.inf if host_memory is None else parse_bytes(host_memory),
     )
+    chooser, drawn = Random(seed), DEFAULT_LENGTHS if lengths is None else read_lengths(lengths)
+    window_s = math.inf if length_s is None else length_s
+    if journal is None:
+        shapes, num_workers, memory_bytes = parse_models(models), 1, _default_memory(machine)
+        workload = _workload(str(trace), list(map(str, shapes)), drawn, chooser, begin_s, window_s)
+    else:
+        traffic = read_traffic(journal.expanduser())
+        shapes, num_workers = traffic.add_models(machine), traffic.num_workers
+        memory_bytes, workload = traffic.memory_bytes, traffic.trace.window(begin_s, window_s)
+        recorded = f"{num_workers} workers of {size(memory_bytes)}, {len(traffic.trace.requests)} requests"
+        err.print(f"recorded: {recorded}; {traffic.num_unfinished} without an end are left out")
+    workload = workload.at_speed(speed).cut(max_input, max_output)
+    num_workers = workers or num_workers
     setting = SimulationSetting(
-        shapes=parse_models(models),
-        memory_bytes=_default_memory(machine) if memory is None else parse_bytes(memory),
-        num_workers=workers,
-        num_nodes=math.ceil(workers / gpus_per_node),
+        shapes=shapes,
+        memory_bytes=memory_bytes if memory is None else parse_bytes(memory),
+        num_workers=num_workers,
+        num_nodes=math.ceil(num_workers / gpus_per_node),
         transfers=transfers,
         device_hour_price=device_hour_price,
         policy=policy,
@@ -196,15 +225,10 @@ def simulate(
         on_time=OnTime(on_time_s),
         first_token_s=first_token_target if pack_replicas else None,
     )
-    chooser, drawn = Random(seed), DEFAULT_LENGTHS if lengths is None else read_lengths(lengths)
-    names = [str(model) for model in setting.shapes]
-    window_s = math.inf if length_s is None else length_s
-    workload = _workload(trace, names, drawn, chooser, begin_s, window_s)
-    workload = workload.at_speed(speed).cut(max_input, max_output)
     if not workload.requests:
-        raise ConfigError(f"`{trace}` has no requests in the window from {begin_s:g} s for {window_s:g} s")
-    if num_idle := len(names) - len(workload.tenants):
-        err.print(f"{num_idle} of {len(names)} models get no requests: the window has too few tenants")
+        raise ConfigError(f"there are no requests in the window from {begin_s:g} s for {window_s:g} s")
+    if num_idle := len(shapes) - len(workload.tenants):
+        err.print(f"{num_idle} of {len(shapes)} models get no requests: the window has too few tenants")
     if is_find:
         find(workload, setting, machine, gpus_per_node, target / 100, max_requests, as_json=as_json)
         return

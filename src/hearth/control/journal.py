@@ -176,22 +176,39 @@ class Replay:
 
 def replay(path: Path) -> Replay:
     """Run the events of a file until the first difference in actions. Raises DataDirError."""
-    lines = _lines(path)
-    fleet = _first_fleet(path, next(lines, b""))
+    fleet, entries = read(path)
     num_events = 0
-    for line in lines:
-        if not line.endswith(b"\n"):
+    for entry in entries:
+        if entry is None:
             return Replay(num_events, None, is_torn=True)
-        try:
-            event, recorded = decode(line)
-        except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(path, 2 + num_events, error) from error
+        event, recorded = entry
         actions = step(fleet, event)
         num_events += 1
         if actions != recorded:
             difference = f"event {num_events}, {event}: recorded {recorded}, now {actions}"
             return Replay(num_events, difference, is_torn=False)
     return Replay(num_events, None, is_torn=False)
+
+
+def read(path: Path) -> tuple[Fleet, Iterator[tuple[Event, list[Action]] | None]]:
+    """Return the fleet before the first event of a file, and all events with their actions.
+
+    None ends a file whose last line was cut short, as by a crash. Raises DataDirError.
+    """
+    lines = _lines(path)
+    fleet = _first_fleet(path, next(lines, b""))
+
+    def entries() -> Iterator[tuple[Event, list[Action]] | None]:
+        for number, line in enumerate(lines, 2):
+            if not line.endswith(b"\n"):
+                yield None
+                return
+            try:
+                yield decode(line)
+            except (ValueError, KeyError, TypeError) as error:
+                raise _damaged(path, number, error) from error
+
+    return fleet, entries()
 
 
 def decode(line: bytes) -> tuple[Event, list[Action]]:
