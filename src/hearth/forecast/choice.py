@@ -53,7 +53,7 @@ class Chosen:
 
     def refit(self, series: Series) -> Chosen:
         """Return the same method with parameters that fit the series of now."""
-        fitted = _hedged(self.fit, series.without_gaps(), series)
+        fitted = fit_hedged(self.fit, series.without_gaps(), series)
         return self if fitted is None else replace(self, fitted=fitted)
 
     def forecast(self, series: Series) -> Forecast:
@@ -69,7 +69,7 @@ class Chosen:
 def choose(series_by_model: Mapping[ModelId, Series]) -> dict[ModelId, Chosen]:
     """Choose a method for each model. All series have the same step."""
     fits = methods(list(series_by_model.values()))
-    return {model: _choose(series, fits) for model, series in series_by_model.items()}
+    return {model: choose_one(series, fits) for model, series in series_by_model.items()}
 
 
 def methods(series: Sequence[Series]) -> dict[str, Fit]:
@@ -101,7 +101,7 @@ def _regression(counts: Numbers, series: Series) -> Fitted | None:
     return fit_regression(counts, series.num_steps(DAY_S), series.num_steps(WEEK_S), HORIZON)
 
 
-def _choose(series: Series, fits: Mapping[str, Fit]) -> Chosen:
+def choose_one(series: Series, fits: Mapping[str, Fit]) -> Chosen:
     counts = series.without_gaps()
     begin = max(MIN_HISTORY, len(counts) - series.num_steps(TRIED_S))
     if begin >= len(counts):
@@ -110,18 +110,18 @@ def _choose(series: Series, fits: Mapping[str, Fit]) -> Chosen:
     came = outcomes(counts, origins, HORIZON)
     misses_by_method: dict[str, Numbers] = {}
     for method, fit in fits.items():
-        if tried := _hedged(fit, counts[:begin], series):
+        if tried := fit_hedged(fit, counts[:begin], series):
             misses_by_method[method] = came - tried.predict(counts, origins, HORIZON)
     errors = {method: float(np.nanmean(np.abs(misses[:, 0]))) for method, misses in misses_by_method.items()}
     # Of those that are equally good, the first.
     best = min(errors, key=errors.__getitem__)
     naive = errors["last value"]
     excess = np.nanquantile(misses_by_method[best], 1.0 - MISS, axis=0)
-    fitted = _hedged(fits[best], counts, series)
+    fitted = fit_hedged(fits[best], counts, series)
     assert fitted is not None, f"{best=} fits {begin=} counts, but not {len(counts)}"
     return Chosen(best, fits[best], fitted, excess, errors[best] / naive if naive else 1.0)
 
 
-def _hedged(fit: Fit, counts: Numbers, series: Series) -> Fitted | None:
+def fit_hedged(fit: Fit, counts: Numbers, series: Series) -> Fitted | None:
     fitted = fit(counts, series)
     return fitted and Hedged(fitted, window=series.num_steps(DAY_S))
