@@ -255,7 +255,7 @@ REFUSED = [
         "`attn_logit_softcapping` is 50.0: soft caps are not supported in `gpt_neox` models",
     ),
     ({"model_type": "falcon", "alibi": True}, "`alibi` is True: ALiBi"),
-    ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "'awq'.*AWQ, GPTQ"),
+    ({"model_type": "llama", "compression_config": {"format": "x"}}, "`compression_config` is .*original"),
     ({"model_type": "t5", "is_encoder_decoder": True}, "`is_encoder_decoder` is True: only decoders"),
     ({"model_type": "llama", "attention_sink_size": 4}, "`attention_sink_size` is 4: attention sinks"),
     ({"model_type": "llama", "scale_attn_weights": False}, "`scale_attn_weights` is False"),

@@ -40,7 +40,7 @@ class DeployBody(OwnBody):
     name: Text | None = Field(None, max_length=128, description="Default: derived from the source.")
     dtype: Text = Field("auto", max_length=32)
     quant: Text = Field(
-        "auto", max_length=32, description="int8, fp8 or int4; by default linear layers are not quantised."
+        "auto", max_length=32, description="int8, fp8, int4 or none; by default weights stay as they are."
     )
     overwrite: bool = Field(False, description="Replace the model of that name.")
     base: Text | None = Field(

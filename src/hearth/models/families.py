@@ -429,8 +429,8 @@ REFUSALS = (
     Refusal(r"(use_)?alibi", "ALiBi positions are not supported; rotary and learned ones are"),
     Refusal(r".*sinks?(_.*)?", "attention sinks are not supported"),
     Refusal(
-        r"(quantization|compression)_config",
-        "quantized checkpoints (AWQ, GPTQ, ...) are not supported; use the float16 or bfloat16 original",
+        r"compression_config",
+        "this way to compress weights is not supported; use the float16 or bfloat16 original",
         ({},),
     ),
     Refusal(r"use_bidirectional_attention", "attention is causal here"),

@@ -38,7 +38,6 @@ _FOUR_BITS = re.compile(
     rf"int4-(?:g(\d{{1,6}})|row)-({'|'.join(_SCALE_DTYPES)})(?:-({'|'.join(_SCALE_DTYPES)}))?(-codebook)?"
 )
 _WHERE = re.compile(r"([a-z_]+)(?:\.(\d{1,5})(?:-(\d{1,5}))?)?")
-_MIN_GROUP = 16
 MAX_PLAN_CHARACTERS = 1 << 16
 
 
@@ -150,11 +149,15 @@ def _format(text: str, plan: str) -> Format:
     if found is None:
         raise _unknown(plan)
     group = None if found[1] is None else int(found[1])
-    if group is not None and (group < _MIN_GROUP or (group not in (16, 32, 64) and group % 128)):
+    if group is not None and not is_group(group):
         raise DeviceError(
             f"groups of 4-bit weights must be 16, 32, 64 or a multiple of 128 inputs, given: {group}"
         )
     return FourBits(group, found[2], found[3], found[4] is not None)
+
+
+def is_group(size: int) -> bool:
+    return size in (16, 32, 64) or (0 < size < 10**6 and size % 128 == 0)
 
 
 def _unknown(plan: str) -> DeviceError:

@@ -26,9 +26,11 @@ from hearth.core.model_files import (
     read_bytes,
     read_object,
 )
+from hearth.models.config_fields import Fields
 from hearth.models.families import read_arch
 from hearth.models.layout import Shape
 from hearth.models.pack import Checkpoint
+from hearth.models.quantized_tensors import with_quantized
 from hearth.store.format.source import ModelSource
 from hearth.store.format.torch_file import open_torch_file
 
@@ -50,7 +52,11 @@ TOKENIZER_FILES = {
 
 @contextmanager
 def open_directory(directory: Path) -> Iterator[ModelSource]:
-    yield ModelSource(read_arch(directory), read_checkpoint(directory), lambda: _text_files(directory))
+    arch = read_arch(directory)
+    config = directory / "config.json"
+    fields = Fields(arch.family, read_object(config, BadCheckpoint), where=str(config))
+    checkpoint = with_quantized(read_checkpoint(directory), fields, arch)
+    yield ModelSource(arch, checkpoint, lambda: _text_files(directory))
 
 
 def read_checkpoint(directory: Path, safetensors: str = SAFETENSORS, pickle: str = PICKLE) -> Checkpoint:
