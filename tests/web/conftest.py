@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from hearth.control.datadir import DataDir
 from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.deployer import carry_out
 from hearth.control.deploy.registry import Registry
+from hearth.core.types import ModelId
+from tests.control.test_request_history import Clocked
 from tests.models.speaking import save_speaking
 from tests.service.harness import SMALL, Service, serving
 
@@ -49,8 +54,19 @@ def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with Registry(data_dir) as registry:
         for name in ("alpha", "beta"):
             registry.add(carry_out(DeployOrder(str(checkpoint), name), data_dir, lambda *_: None))
-    with serving(data_dir.path, *SMALL, *flags) as service:
+    record_requests(data_dir.request_history_path)
+    with serving(data_dir.path, *SMALL, *flags, "--set", "service.prewarm=advise") as service:
         yield service
+
+
+def record_requests(path: Path) -> None:
+    """Twelve requests for `alpha` in each minute of the last two hours."""
+    clocked = Clocked(path, time.time() // 600 * 600 - 7200)
+    for _ in range(721):
+        clocked.request(2, ModelId("alpha"))
+        clocked.wait()
+    with ThreadPoolExecutor(1) as thread:  # on this one Playwright may run a loop
+        thread.submit(asyncio.run, clocked.history.write()).result()
 
 
 @pytest.fixture(scope="module")

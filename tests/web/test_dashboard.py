@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from hearth.control.keys import keys
-from tests.service.harness import Service
+from tests.service.harness import Service, eventually
 from tests.web.conftest import NewPage, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
@@ -231,6 +231,16 @@ def test_charts_and_sums_follow_the_samples(page: Page, service: Service) -> Non
     with watching(page, "charts"):
         expect(page.locator(".chart canvas")).to_have_count(8)
         expect(page.locator("section tr", has_text="alpha")).to_be_visible()
+
+
+def test_the_forecast_of_a_model_is_drawn(page: Page, service: Service) -> None:
+    def is_made() -> bool:
+        return bool(service.get("/hearth/forecasts/alpha")["forecast"])
+
+    eventually("there is a forecast", is_made)
+    with watching(page, "models/alpha"):
+        expect(page.locator(".drawer .chart")).to_contain_text("expected 12")
+        expect(page.locator(".drawer")).to_contain_text("Method: last value")
 
 
 def test_with_keys_the_page_asks_for_one_and_shows_what_it_may_see(

@@ -59,7 +59,7 @@ export function Charts() {
 
 const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function Chart({ chart, samples }) {
+export function Chart({ chart, samples }) {
   const box = useRef(null);
   const plot = useRef(null);
   const values = chart.series.map((one) => samples.map(one.get));
@@ -85,7 +85,7 @@ function Chart({ chart, samples }) {
       const axis = { stroke: colourOf("--muted"), grid: { stroke: colourOf("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
       plot.current = new uPlot({
         width: box.current.clientWidth, height: 150, padding: [6, 8, 0, 0], legend: { show: false }, cursor: { y: false, points: { show: !chart.stacked } },
-        scales: { x: { range: (_, first, last) => [Math.max(last - 3600, Math.min(first, last - 600)), last] }, y: { range: (_, low, high) => [0, chart.most ?? Math.max(high * 1.1 || 0, 1e-3)] } },
+        scales: { x: { range: (_, first, last) => [Math.max(last - (chart.window_s ?? 3600), Math.min(first, last - 600)), last] }, y: { range: (_, low, high) => [0, chart.most ?? Math.max(high * 1.1 || 0, 1e-3)] } },
         axes: [{ ...axis, space: 70, size: 30, values: (_, splits) => splits.map((at) => new Date(at * 1000).toTimeString().slice(0, 5)) }, { ...axis, size: 64, ...(chart.format === bytes ? { incrs: POWERS } : {}), values: (_, splits) => splits.map((value) => chart.format(value).replace(/\.0+ /, " ")) }],
         series: [{}, ...series],
         hooks: { setCursor: [(u) => setAt(u.cursor.idx ?? null)] },

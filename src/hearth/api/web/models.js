@@ -1,6 +1,7 @@
 // The deployed models: where they are, how fast they answer, and what can be done with them.
 
 import { html, useEffect, useMemo, useState } from "/web/vendor/preact.js";
+import { Chart } from "/web/charts.js";
 import { about, ago, bytes, groupBy, number, parameters, plural, seconds } from "/web/format.js";
 import { call, changed, isAdmin, isMonitor, streamed, useLive } from "/web/live.js";
 import { Dialog, Drawer, Empty, Field, List, Meter, Pill, Swatch, attempt, isPhone, say } from "/web/parts.js";
@@ -8,6 +9,14 @@ import { Dialog, Drawer, Empty, Field, List, Meter, Pill, Swatch, attempt, isPho
 const path = (name) => `/hearth/models/${encodeURIComponent(name)}`;
 // The most interesting replica comes first.
 const STATES = ["busy", "loading", "paused", "waiting", "pinned", "warm", "retained"];
+
+const DAY_S = 86400;
+const EXPECTED = { title: "Requests a minute", format: number, window_s: DAY_S, series: [
+  { name: "came", color: "--accent", get: (one) => one.came },
+  { name: "expected", color: "--model-3", get: (one) => one.mean },
+  { name: "at most, 9 times in 10", color: "--quiet", get: (one) => one.high },
+] };
+let isForecasting = true; // until the service says that it is not
 
 // Deployments under way go on while other pages are shown.
 const deploying = [];
@@ -140,7 +149,29 @@ function Detail({ model, residents, sums, ask, go }) {
           ${sums.cost !== null && html`<div><dt>cost</dt><dd>${sums.cost.toFixed(4)}</dd></div>`}
           ${sums.last_load && html`<div class="whole"><dt>last cold start</dt><dd>${seconds(sums.last_load.total_s)} from ${sums.last_load.tier}, ${ago(sums.last_load.at_s)}</dd></div>`}
         </dl>`}
+      <${Forecast} name=${model.name} />
     <//>`;
+}
+
+function Forecast({ name }) {
+  const [view, setView] = useState(null);
+  useEffect(() => {
+    if (isForecasting && isMonitor()) call("GET", `/hearth/forecasts/${encodeURIComponent(name)}`).then(setView, (error) => (isForecasting = error.status !== 400));
+  }, [name]);
+  if (!view) return null;
+  const { forecast } = view;
+  if (!forecast) return html`<h3>Forecast</h3><p class="muted">None: ${view.reason}.</p>`;
+  const { step_s, mean_per_s, high_per_s } = forecast;
+  const recent = view.counts.slice(-DAY_S / step_s);
+  const past = recent.slice(recent.findIndex((count) => count !== null));
+  const samples = [
+    ...past.map((count, at) => ({ at_s: view.begin_at_s + (at - past.length) * step_s, came: count === null ? null : (60 * count) / step_s, mean: null, high: null })),
+    ...mean_per_s.map((mean, at) => ({ at_s: view.begin_at_s + at * step_s, came: null, mean: 60 * mean, high: 60 * high_per_s[at] })),
+  ];
+  return html`
+    <h3>Forecast</h3>
+    <${Chart} chart=${EXPECTED} samples=${samples} />
+    <p class="muted">Method: ${forecast.method}${forecast.mase === null ? "" : `, whose mean error is ${forecast.mase.toFixed(2)} of that of the last value`}. ${view.last_prewarm ? `${ago(view.last_prewarm_at_s)}: ${view.last_prewarm}.` : ""}</p>`;
 }
 
 function Remove({ model, onClose, onDone }) {
