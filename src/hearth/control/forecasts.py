@@ -148,14 +148,14 @@ class Forecasts:
     async def _send(self, process: Process) -> None:
         assert process.stdin is not None, "asked for a pipe"
         models = self._driver.fleet.models
-        for name in [name for name, model in models.items() if model.profile is not None]:
-            if counts := self._history.long_counts(name):
-                recorded = RecordedRequests(name, LONG_STEP_S, list(counts))
-                process.stdin.write(msgspec.json.encode(recorded) + b"\n")
-                with suppress(ConnectionError, RuntimeError):  # it has just ended, by asyncio and by uvloop
+        with suppress(ConnectionError, RuntimeError):  # it has just ended, by asyncio and by uvloop
+            for name in [name for name, model in models.items() if model.profile is not None]:
+                if counts := self._history.long_counts(name):
+                    recorded = RecordedRequests(name, LONG_STEP_S, list(counts))
+                    process.stdin.write(msgspec.json.encode(recorded) + b"\n")
                     await process.stdin.drain()
-                await asyncio.sleep(0)
-        process.stdin.write(b"\n")
+                    await asyncio.sleep(0)
+            process.stdin.write(b"\n")
 
     async def _receive(self, process: Process) -> dict[ModelId, RequestForecast]:
         assert process.stdout is not None, "asked for a pipe"
