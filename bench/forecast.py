@@ -12,7 +12,7 @@ TRACES is a folder with the counts of ServeGen's clients (`servegen_client_rate_
   100 s, six steps ahead, with a choice at each step. Steps without requests do not count. Azure's traces last
   an hour.
 - cost: processor time per hour with one choice a day, one fit an hour and forecasts every ten minutes. Times
-  of one model are means over the clients. The process holds the series of 1,000 models.
+  of one model are means over a quarter of the clients. The process holds the series of 1,000 models.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ import time
 from argparse import RawDescriptionHelpFormatter
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from bench.report import Row, arguments, emit, percentiles, step, tell
+from bench.report import Row, arguments, emit, percentiles, step
 from hearth.forecast.choice import HORIZON, Fit, choose_one, fit_hedged, methods
 from hearth.forecast.series import DAY_S, Numbers, Series
 
-STEP_S, NUM_STEPS, DAY, NUM_HELD_OUT, LEAST_MEAN = 600.0, 14 * 144, 144, 3, 100.0
+STEP_S, NUM_STEPS, DAY, LEAST_MEAN = 600.0, 14 * 144, 144, 100.0
+NUM_HELD_OUT, DAYS = 3, range(3)
 AZURE_STEP_S, CHOSEN = STEP_S / HORIZON, "chosen"
 NUM_MODELS, HOUR_S = 1_000, 3600.0
 PUBLISHED = {"FlashServe, other traces": 7.8}
@@ -55,34 +57,32 @@ class Costs:
         return daily_s / DAY_S + hourly_s / HOUR_S
 
 
+@dataclass(frozen=True, slots=True)
+class Day:
+    predicted: dict[str, Numbers]  #: by method, a row for each series
+    chosen: list[str]
+    costs: Costs
+    num_bytes: int  #: of the process, at most
+
+
 def main() -> None:
     command = arguments(__doc__)
     command.formatter_class = RawDescriptionHelpFormatter
     command.add_argument("traces", type=Path, metavar="TRACES")
     options = command.parse_args()
-    torch.set_num_threads(1)  # as in the process that forecasts
     clients, sums = read_clients(options.traces)
-    held = [clients[number % len(clients)].copy() for number in range(NUM_MODELS)]
-    predicted: dict[str, Numbers] = defaultdict(lambda: np.full((len(clients), NUM_HELD_OUT * DAY), np.nan))
-    summed = np.full((len(sums), NUM_HELD_OUT * DAY), np.nan)
-    num_chosen: Counter[str] = Counter()
-    for day in range(NUM_HELD_OUT):
-        end = NUM_STEPS - (NUM_HELD_OUT - day) * DAY
-        begun_s = time.process_time()
-        with step(f"day {day + 1}: training"):
-            fits = methods([Series(counts[:end], STEP_S) for counts in clients])
-        train_s = time.process_time() - begun_s
-        held_out = slice(day * DAY, (day + 1) * DAY)
-        with step(f"day {day + 1}: forecasting {len(clients)} clients"):
-            for at, counts in enumerate(clients):
-                for method, row in predict_day(counts, end, fits, num_chosen).items():
-                    predicted[method][at, held_out] = row
-        for at, counts in enumerate(sums.values()):
-            summed[at, held_out] = predict_day(counts, end, fits, Counter())[CHOSEN]
+    series = [*clients, *sums.values()]
+    with step("three days"), ProcessPoolExecutor(NUM_HELD_OUT) as processes:
+        days = list(processes.map(forecast_day, [clients] * NUM_HELD_OUT, [series] * NUM_HELD_OUT, DAYS))
+    by_method = {
+        method: np.concatenate([day.predicted[method] for day in days], axis=1)
+        for method in days[0].predicted
+    }
+    predicted = {method: rows[: len(clients)] for method, rows in by_method.items()}
+    summed = by_method[CHOSEN][len(clients) :]
+    num_chosen: Counter[str] = sum((Counter(day.chosen[: len(clients)]) for day in days), Counter())
+    costs, num_bytes = days[0].costs, days[0].num_bytes
     mases = {method: sorted(_mases(clients, expected)) for method, expected in predicted.items()}
-    costs = measured(clients, fits, train_s)
-    num_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    tell(f"memory with {len(held):,} series: {num_bytes / 1e6:.0f} MB")
     apes = {f"ServeGen's {name}": _mape(sums[name], row) for name, row in zip(sums, summed, strict=True)}
     apes |= {f"Azure's {name}": azure_mape(options.traces, name) for name in ("conv", "code")}
     relative = f"error relative to the last value, {len(mases[CHOSEN])} clients"
@@ -114,26 +114,30 @@ def main() -> None:
     )
 
 
-def predict_day(
-    counts: Numbers, end: int, fits: Mapping[str, Fit], num_chosen: Counter[str]
-) -> dict[str, Numbers]:
-    """Return what each method expects one step ahead on the day from `end` on, and what the chosen one."""
-    past = Series(counts[:end], STEP_S)
-    known = past.without_gaps()
-    all_counts = Series(counts[: end + DAY], STEP_S).without_gaps()
-    chosen = choose_one(past, fits)
-    num_chosen[chosen.method] += 1
-    by_method = {CHOSEN: chosen.fitted, **{name: fit_hedged(fit, known, past) for name, fit in fits.items()}}
-    origins = np.arange(len(all_counts) - DAY, len(all_counts))
-    return {
-        method: fitted.predict(all_counts, origins, HORIZON)[:, 0]
-        for method, fitted in by_method.items()
-        if fitted is not None
-    }
+def forecast_day(clients: Sequence[Numbers], series: Sequence[Numbers], day: int) -> Day:
+    torch.set_num_threads(1)  # as in the process that forecasts
+    held = [clients[number % len(clients)].copy() for number in range(NUM_MODELS)]
+    end = NUM_STEPS - (NUM_HELD_OUT - day) * DAY
+    began_s = time.process_time()
+    fits = methods([Series(counts[:end], STEP_S) for counts in held[: len(clients)]])
+    trained_s = time.process_time()
+    predicted = {method: np.full((len(series), DAY), np.nan) for method in (CHOSEN, *fits)}
+    chosen = []
+    for at, counts in enumerate(series):
+        past = Series(counts[:end], STEP_S)
+        chosen.append(choose_one(past, fits))
+        fitted = {method: fit_hedged(fit, past.without_gaps(), past) for method, fit in fits.items()}
+        all_counts = Series(counts[: end + DAY], STEP_S).without_gaps()
+        origins = np.arange(len(all_counts) - DAY, len(all_counts))
+        for method, one in {CHOSEN: chosen[-1].fitted, **fitted}.items():
+            if one is not None:
+                predicted[method][at] = one.predict(all_counts, origins, HORIZON)[:, 0]
+    costs = measured([Series(counts[:end], STEP_S) for counts in clients[::4]], fits, trained_s - began_s)
+    num_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Day(predicted, [one.method for one in chosen], costs, num_bytes)
 
 
-def measured(clients: Sequence[Numbers], fits: Mapping[str, Fit], train_s: float) -> Costs:
-    series = [Series(counts, STEP_S) for counts in clients]
+def measured(series: Sequence[Series], fits: Mapping[str, Fit], train_s: float) -> Costs:
     began_s = time.process_time()
     chosen = [choose_one(one, fits) for one in series]
     chosen_s = time.process_time()
@@ -142,7 +146,7 @@ def measured(clients: Sequence[Numbers], fits: Mapping[str, Fit], train_s: float
     for one, past in zip(chosen, series, strict=True):
         one.forecast(past)
     ended_s = time.process_time()
-    num = len(clients)
+    num = len(series)
     return Costs(
         train_s, (chosen_s - began_s) / num, (refitted_s - chosen_s) / num, (ended_s - refitted_s) / num
     )

@@ -17,7 +17,7 @@ from hearth.forecast.methods import Origins
 from hearth.forecast.series import Numbers
 
 NUM_UNITS, NUM_LAYERS, NUM_DAYS = 128, 2, 7
-NUM_ROUNDS, NUM_SEQUENCES, NUM_STEPS, RATE = 600, 32, 120, 3e-3
+NUM_ROUNDS, NUM_SEQUENCES, NUM_STEPS, RATE = 300, 32, 120, 3e-3
 #: Steps that the network has seen before its predictions are used.
 WARM_UP = 96
 
