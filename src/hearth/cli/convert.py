@@ -54,8 +54,8 @@ class Quant(StrEnum):
 
 
 QUANT_HELP = (
-    "Quantise linear layers to 8 or 4 bits; none: dequantise those that are; auto: keep them, but GGUF is "
-    "dequantised."
+    "Quantise linear layers to 8 or 4 bits; none: dequantise those that are; auto: keep them, unless "
+    "`deploy` is for a CPU."
 )
 
 

@@ -61,8 +61,8 @@ class FourBitRows:
         if self.codebook is not None:
             values = self.codebook[self.codes.int()]
         else:
-            values = self.codes.float() - (ZERO_CODE if self.minimum is None else 0)
-        values = values.view(*self.scale.shape, -1) * self.scale.unsqueeze(2)
+            values = self.codes.float().sub_(ZERO_CODE if self.minimum is None else 0)
+        values = values.view(*self.scale.shape, -1).mul_(self.scale.unsqueeze(2))
         if self.minimum is not None:
             values += self.minimum.unsqueeze(2)
         return values.view(self.codes.shape)

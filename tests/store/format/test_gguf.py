@@ -13,13 +13,17 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFValueType
 from gguf.quants import dequantize
+from gguf.quants import quantize as quantize_blocks
 
 from hearth.core.errors import BadCheckpoint, UnsupportedModel
+from hearth.kernels.four_bits import FourBitWeight, dequantize_reference
 from hearth.models.arch import Arch, Llama3Scaling
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
-from hearth.models.pack import checkpoint_dtype, pack
+from hearth.models.pack import checkpoint_dtype, checkpoint_quant, iter_tensors, pack
+from hearth.models.quantize import quantize
 from hearth.store.format.gguf import open_gguf
+from hearth.store.format.gguf_four_bits import FORMS, four_bit_rows
 from hearth.store.format.gguf_header import read_header
 from tests.models.zoo import build, pack_directory, save, tiny
 from tests.store.format.gguf_files import (
@@ -27,6 +31,7 @@ from tests.store.format.gguf_files import (
     SMALLEST,
     Floats,
     interleave,
+    model_metadata,
     model_tensors,
     write,
     write_model,
@@ -322,6 +327,54 @@ def test_quantised_tensors_are_what_gguf_makes_of_them(kind: GGMLQuantizationTyp
     assert tensor.dtype == torch.float32
     assert np.array_equal(tensor.numpy(), dequantize(blocks, kind))
     assert tensor.unique().numel() > 4
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1], ids=attrgetter("name"))
+def test_weights_of_four_bits_are_kept_and_other_quantised_ones_get_eight(
+    kind: GGMLQuantizationType, path: Path
+) -> None:
+    model = tiny("llama-gqa", intermediate_size=128)
+    tensors = model_tensors(model)
+    kinds = {name: kind for name, tensor in tensors.items() if tensor.ndim == 2}
+    kinds |= {"blk.1.attn_v.weight": Kind.Q5_0}
+    del kinds["blk.2.ffn_down.weight"]
+    blocks = {name: quantize_blocks(tensors[name], kinds[name]) for name in kinds}
+    write(path, model_metadata(model.config, "llama"), tensors | blocks, kinds=kinds)
+
+    with open_gguf(path) as source:
+        quant = checkpoint_quant(source.checkpoint, source.arch)
+        kept, wide = (
+            {one.spec.name: one.tensor for one in iter_tensors(source.checkpoint, source.arch, layout)}
+            for layout in (layout_of(source.arch, "float32", quant), layout_of(source.arch, "float32"))
+        )
+
+    form = "int4-g32-float16" if kind == Kind.Q4_0 else "int4-g32-float16-float16"
+    assert quant == f"{form} int8:embed,qkv.1 none:down.2"
+    for name, expected in wide.items():
+        match kept[name].dtype:
+            case torch.int32:
+                scale, minimum = (
+                    kept[name.replace("weight", "scale")],
+                    kept.get(name.replace("weight", "min")),
+                )
+                packed = FourBitWeight(kept[name], scale, minimum, None)
+                assert torch.equal(dequantize_reference(packed, expected.shape[1]), expected), name
+            case torch.int8:
+                assert torch.equal(kept[name], quantize(expected, "int8").values), name
+            case _:
+                assert torch.equal(kept[name], expected), name
+
+
+@pytest.mark.parametrize("kind", FORMS, ids=attrgetter("name"))
+def test_the_form_of_each_kind_holds_its_scales(kind: GGMLQuantizationType) -> None:
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 0x3C, (6, 512 // block * block_bytes), np.uint8)
+
+    rows = four_bit_rows(blocks, kind)
+
+    assert np.array_equal(rows.wide().numpy(), dequantize(blocks, kind))
+    assert rows.stored(FORMS[kind])["scale"].shape == (16, 6)
+    assert set(rows.codes.flatten().tolist()) == set(range(16))
 
 
 def test_large_tensors_are_dequantised_in_slabs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def convert(
     """Write the model at `source` to `dest`, whole or not at all. An old one stays unless `overwrite`.
 
     Dtype `auto` keeps that of the source; values of a quantised GGUF file become bfloat16. Quant `auto` keeps
-    weights quantised if the checkpoint gives them so, other than a GGUF file; `none` dequantises them.
+    weights quantised if the checkpoint gives them so; `none` dequantises them.
     `store`: the root of the disk tier that will read it, which then finds the chunks checked. Needs memory
     for about one fused tensor.
     """

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +22,10 @@ from hearth.models.families import arch_from_config
 from hearth.models.formats import LINEARS
 from hearth.models.layout import Shape
 from hearth.models.pack import StoredTensor
+from hearth.models.quantize import FourBitRows, QuantizedTensor
 from hearth.models.tensor_names import NAMES, NameMap
 from hearth.store.format.gguf_config import ROPE_FACTORS, architecture, config_of
+from hearth.store.format.gguf_four_bits import FORMS, four_bit_rows
 from hearth.store.format.gguf_header import GgufHeader, MalformedGguf, TensorEntry, read_header
 from hearth.store.format.gguf_tokenizer import text_files
 from hearth.store.format.source import ModelSource
@@ -82,8 +84,7 @@ def open_gguf(path: Path) -> Iterator[ModelSource]:
     heads = {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads} if is_reordered else {}
     names = NAMES[arch.family]
     checkpoint = {
-        _transformers_name(names, name): _in_order(name, _as_trained(names, name, tensors[name]), heads)
-        for name in tensors
+        _transformers_name(names, name): _as_trained(names, name, tensors[name], heads) for name in tensors
     }
     if len(checkpoint) != len(tensors):
         raise BadCheckpoint(f"`{path}` has a tensor under two names, llama.cpp's and transformers'")
@@ -103,10 +104,17 @@ class _GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """The dtype to store; bfloat16 for quantised kinds: it rounds their values by less than they did."""
+        """The dtype to store, if dequantised bfloat16: it rounds values by less than quantisation did."""
         if self.kind in _FLOATS:
             return _FLOATS[self.kind]
         return "bfloat16" if _can_dequantise(self.kind) else self.kind.name
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.kind not in _FLOATS and len(self.shape) == 2 and _can_dequantise(self.kind)
+
+    def rows(self) -> torch.Tensor | FourBitRows:
+        return four_bit_rows(self.data, self.kind) if self.kind in FORMS else self.read()
 
     def read(self) -> torch.Tensor:
         """Return the values, quantised ones in float32, so that they are rounded once."""
@@ -126,10 +134,9 @@ class _GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Interleaved:
-    """Queries or keys whose rows llama.cpp has reordered: the halves of a head, which the rotary positions
-    turn as pairs, alternate row by row, where transformers has one half after the other."""
+    """A bias of queries or keys, or their weight in floats, in the order of transformers."""
 
-    stored: StoredTensor
+    stored: _GgufTensor
     num_heads: int
 
     @property
@@ -141,8 +148,7 @@ class _Interleaved:
         return self.stored.shape
 
     def read(self) -> torch.Tensor:
-        rows = self.stored.read()
-        return rows.view(self.num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        return _halves(self.num_heads, self.stored.read())
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,17 +234,25 @@ def _refuse_part(metadata: Fields) -> None:
         )
 
 
-def _as_trained(names: NameMap, name: str, stored: _GgufTensor) -> StoredTensor:
+def _as_trained(names: NameMap, name: str, stored: _GgufTensor, heads: Mapping[str, int]) -> StoredTensor:
     module, _, kind = name.rpartition(".")
+    module = module.rpartition(".")[2]
     if kind == "weight" and names.norm_shift and module.endswith("norm"):
         return _Shifted(stored, names.norm_shift)
-    is_linear = _MODULES.get(module.rpartition(".")[2], ("", 0))[0] in LINEARS - {"head"}
-    return _Transposed(stored) if names.is_transposed and is_linear and kind == "weight" else stored
+    if names.is_transposed and kind == "weight" and _MODULES.get(module, ("", 0))[0] in LINEARS - {"head"}:
+        return _Transposed(stored)
+    if not stored.is_quantised:
+        return _Interleaved(stored, heads[module]) if module in heads else stored
+    # Other kinds than those of 4 bits are stored in 8, with one scale for a row.
+    form = FORMS.get(stored.kind, "int8")
+    quantised = QuantizedTensor(stored.shape, stored.dtype, form, stored.rows)
+    return quantised.reordered(partial(_halves, heads[module])) if module in heads else quantised
 
 
-def _in_order(name: str, stored: StoredTensor, heads: Mapping[str, int]) -> StoredTensor:
-    *_, module, _ = ("", *name.split("."))
-    return _Interleaved(stored, heads[module]) if module in heads else stored
+def _halves(num_heads: int, rows: torch.Tensor) -> torch.Tensor:
+    """Undo llama.cpp's order of queries and keys: the halves of a head, which the rotary positions turn as
+    pairs, alternate row by row, where transformers has one half after the other."""
+    return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _transformers_name(names: NameMap, name: str) -> str:
