@@ -22,6 +22,7 @@ from hearth.models.arch import Arch
 from hearth.models.config_fields import Fields
 from hearth.models.dtypes import DTYPES
 from hearth.models.formats import FourBits, is_group
+from hearth.models.fp8_tensors import with_fp8
 from hearth.models.layout import canonical_shapes
 from hearth.models.pack import Checkpoint, StoredTensor
 from hearth.models.quantize import FourBitRows, QuantizedTensor
@@ -30,7 +31,7 @@ from hearth.models.tensor_names import NAMES
 #: Codes of a word, and its dtype in safetensors and PyTorch files.
 _WORD_CODES, _INTEGERS = 8, ("I32", "int32")
 _CONFIG = "quantization_config"
-_METHODS = ("gptq", "awq", "compressed-tensors")
+_METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,15 @@ def with_quantized(checkpoint: Checkpoint, config: Fields, arch: Arch) -> Checkp
             packing = _gptq(method)
         case "awq":
             packing = _awq(method)
+        case "compressed-tensors" if method.values.get("format") == "float-quantized":
+            _compressed_weights(method, "float", ("tensor", "channel"))
+            return with_fp8(checkpoint)
         case "compressed-tensors":
             packing = _compressed(method)
+        case "fp8":
+            if method.has("weight_block_size"):
+                raise method.unsupported("weight_block_size", "a row has one scale here; supported: null")
+            return with_fp8(checkpoint)
         case _:
             raise method.unsupported("quant_method", f"supported: {', '.join(_METHODS)}")
     suffix = f".{packing.codes}"
@@ -112,18 +120,8 @@ def _awq(f: Fields) -> _Packing:
 
 def _compressed(f: Fields) -> _Packing:
     if f.text("format") != "pack-quantized":
-        raise f.unsupported("format", "supported: pack-quantized")
-    for name in ("transform_config", "sparsity_config", "kv_cache_scheme"):
-        if f.section(name).values.get("format", None if f.values.get(name) else "dense") != "dense":
-            raise f.unsupported(name, "supported: null")
-    groups = f.section("config_groups")
-    found = [groups.section(name).section("weights") for name in groups.values]
-    if not found or any(one.values != found[0].values for one in found):
-        raise f.unsupported("config_groups", "all quantised layers must have the same format")
-    weights = found[0]
-    for name, supported in (("type", ("int",)), ("strategy", ("group", "channel"))):
-        if weights.text(name) not in supported:
-            raise weights.unsupported(name, f"supported: {', '.join(supported)}")
+        raise f.unsupported("format", "supported: pack-quantized, float-quantized")
+    weights = _compressed_weights(f, "int", ("group", "channel"))
     if weights.values.get("actorder") not in (None, False, "weight", "static"):
         raise weights.unsupported("actorder", "inputs of a group must be neighbours; supported: null, weight")
     is_grouped = weights.text("strategy") == "group"
@@ -137,6 +135,20 @@ def _compressed(f: Fields) -> _Packing:
         is_transposed=False,
         zeros_axis=0,
     )
+
+
+def _compressed_weights(f: Fields, kind: str, strategies: Sequence[str]) -> Fields:
+    for name in ("transform_config", "sparsity_config", "kv_cache_scheme"):
+        if f.section(name).values.get("format", None if f.values.get(name) else "dense") != "dense":
+            raise f.unsupported(name, "supported: null")
+    groups = f.section("config_groups")
+    found = [groups.section(name).section("weights") for name in groups.values]
+    if not found or any(one.values != found[0].values for one in found):
+        raise f.unsupported("config_groups", "all quantised layers must have the same format")
+    for name, supported in (("type", (kind,)), ("strategy", strategies)):
+        if found[0].text(name) not in supported:
+            raise found[0].unsupported(name, f"supported: {', '.join(supported)}")
+    return found[0]
 
 
 def _group(f: Fields, bits: str = "bits", *, is_grouped: bool = True) -> int | None:
