@@ -32,7 +32,7 @@ def measure(num_workers: int, policy: Policy, profile: Profile) -> Mapping[str, 
     shapes = parse_models(f"{SHAPE}*{MODELS_PER_WORKER * num_workers}")
     rates = {str(model): REQUESTS_PER_S / MODELS_PER_WORKER for model in shapes}
     trace = draw_trace("poisson", steady(rates, SIMULATED_S[num_workers]), LENGTHS, Random(num_workers))
-    setting = SimulationSetting(shapes, MEMORY_BYTES, num_workers, policy)
+    setting = SimulationSetting(shapes, MEMORY_BYTES, num_workers, policy=policy)
     begin_s = time.process_time()
     report = simulate(trace, setting, profile)
     took_s = time.process_time() - begin_s

@@ -110,7 +110,7 @@ class SimulatedArm:
         the arrival; none: no later.
         """
         late_s = late_s or [0.0] * len(requests)
-        begin_s, num_turns, moved_bytes = self._begin_s, self._service.num_turns, self._moved_bytes
+        begin_s, num_turns, moved_bytes = self._begin_s, len(self._service.turns_s), self._moved_bytes
         pairs = list(zip(requests, late_s, strict=True))
         answers = self.replay(replace(one, arrival_s=one.arrival_s + late) for one, late in pairs)
         outcomes = self._outcomes(answers, begin_s, cutoff_s, late_s)
@@ -118,7 +118,7 @@ class SimulatedArm:
         parts = [self._moments.parts(one, request_s, late) for one, late in zip(answers, late_s, strict=True)]
         return Simulated(
             measures(outcomes, max(one.arrival_s + one.total_s for one in outcomes)),
-            self._service.num_turns - num_turns,
+            len(self._service.turns_s) - num_turns,
             self._moved_bytes - moved_bytes,
             parts,
         )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 
@@ -156,3 +157,29 @@ def test_recorded_traffic_is_simulated_with_fewer_devices(hearth: Hearth, tmp_pa
     assert (two["num_workers"], two["num_models"], two["num_requests"]) == (2, 4, 40)
     assert (one["num_workers"], one["num_requests"]) == (1, 40)
     assert one["first_token_s"]["p99"] > two["first_token_s"]["p99"]
+
+
+def test_the_page_stands_alone_and_draws_what_was_simulated(hearth: Hearth, tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    asked = [
+        *("simulate", trace(tmp_path), "--profile", machine(tmp_path), "--models", "7b,7b", "--speed", "8"),
+        *("--device-hour-price", "2", "--report", str(page)),
+    ]
+    assert hearth(*asked).code == 0
+    text = page.read_text().removeprefix("<!doctype html>").replace('<meta charset="utf-8">', "")
+    root = ElementTree.fromstring(text)
+    titles = [title.text for title in root.iter("h2")]
+    assert [title and title.split(" in ")[0] for title in titles] == [
+        "First token by time of arrival (s)",
+        "GPUs",
+        "Loads and turns",
+        "Cost so far",
+    ]
+    assert len([*root.iter("svg")]) == 4
+    for line in root.iter("polyline"):
+        points = [[float(number) for number in point.split(",")] for point in line.attrib["points"].split()]
+        assert points
+        assert all(60 <= x <= 720 and 8 <= y <= 158 for x, y in points)
+        assert [x for x, _ in points] == sorted(x for x, _ in points)
+    assert "http" not in text
+    assert "cold starts" in {row.text for row in root.iter("th")}

@@ -15,6 +15,7 @@ from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err
 from hearth.cli.figures import precise, size
 from hearth.cli.progress import step_bar
 from hearth.cli.recorded import read_traffic
+from hearth.cli.simulation_page import page
 from hearth.cli.sizing import describe, find
 from hearth.cli.snapshot import cost_profile
 from hearth.core.config import EngineConfig, parse_bytes
@@ -23,8 +24,8 @@ from hearth.core.types import Pace, Rung
 from hearth.sim.arrivals import Lengths, draw_trace, steady
 from hearth.sim.network import Transfers
 from hearth.sim.profile import Profile
-from hearth.sim.report import Percentiles, SimulationReport
-from hearth.sim.run import simulate as run_simulation
+from hearth.sim.report import Percentiles, SimulationReport, report_of
+from hearth.sim.run import serve_trace
 from hearth.sim.setting import OnTime, Policy, SimulationSetting, parse_models
 from hearth.sim.trace_files import is_counted, read_lengths, read_trace
 from hearth.sim.traces import Trace
@@ -151,6 +152,10 @@ def simulate(
             "--sample", min=1, metavar="REQUESTS", help="Requests that --find simulates at a time, about."
         ),
     ] = 6000,
+    page_path: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Write an HTML page with plots; not with --find."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Random seed.")] = 0,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
@@ -234,7 +239,10 @@ def simulate(
         return
     with step_bar("simulating") as advance:
         total = len(workload.requests)
-        report = run_simulation(workload, setting, machine, lambda num: advance(num, total))
+        service = serve_trace(workload, setting, machine, lambda num: advance(num, total))
+    report, title = report_of(service), f"{workload.name} at {speed:g}x, {policy}"
+    if page_path is not None:
+        page_path.write_text(page(title, _facts(report, setting, machine), service), encoding="utf-8")
     if as_json:
         typer.echo(
             json.dumps(
@@ -248,7 +256,7 @@ def simulate(
             )
         )
     else:
-        print_table(f"{workload.name} at {speed:g}x, {policy}", _facts(report, setting, machine))
+        print_table(title, _facts(report, setting, machine))
 
 
 def _default_memory(machine: Profile) -> int:

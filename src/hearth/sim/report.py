@@ -90,7 +90,7 @@ def report_of(service: SimulatedService) -> SimulationReport:
         tokens_per_s=sum(len(one.token_s) for one in answers) / max(1e-9, ended_s - began_s),
         cold_starts=dict(sum((worker.loads.cold_starts for worker in workers), Counter())),
         host_bytes=service.most_host_bytes,
-        num_turns=service.num_turns,
+        num_turns=len(service.turns_s),
         pauses_per_request=sum(one.num_pauses for one in answers) / max(1, len(answers)),
         num_loads=sum(worker.loads.num_ended for worker in workers),
         bytes_moved=sum(worker.loads.bytes_moved for worker in workers),

@@ -1,4 +1,4 @@
-"""`simulate`: a workload in, its figures out."""
+"""A workload in, its figures out."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from hearth.sim.stepped_model import WorkerFact
 from hearth.sim.traces import Trace
 
 
-def simulate(
+def simulate(trace: Trace, setting: SimulationSetting, profile: Profile) -> SimulationReport:
+    """Answer all requests of a trace and return the figures. Arguments as of `serve_trace`."""
+    return report_of(serve_trace(trace, setting, profile))
+
+
+def serve_trace(
     trace: Trace,
     setting: SimulationSetting,
     profile: Profile,
     on_progress: Callable[[int], None] | None = None,
-) -> SimulationReport:
-    """Answer all requests of a trace, whose tenants are models; return the figures. Deterministic.
+) -> SimulatedService:
+    """Answer all requests of a trace, whose tenants are models. Deterministic.
 
     `on_progress` gets the number of answered requests.
 
@@ -38,4 +43,4 @@ def simulate(
     service.ask(trace.requests)
     service.run()
     service.check()
-    return report_of(service)
+    return service

@@ -31,6 +31,7 @@ from hearth.policy.fleet.events import (
     LinkMeasured,
     LoadModel,
     ModelDeployed,
+    ModelReady,
     Prewarm,
     RefusePin,
     Reject,
@@ -174,7 +175,9 @@ class SimulatedService:
         self.gpu_s = 0.0  #: devices were held until the last answer ended
         self.answers: dict[RequestId, SimulatedAnswer] = {}
         self.now_s = 0.0
-        self.num_turns = 0
+        self.turns_s: list[float] = []  #: when each began
+        self.load_ends: list[tuple[float, Rung | None]] = []  #: and where bytes came from, if any did
+        self.held: list[tuple[float, int]] = [(0.0, 0)]  #: devices since each time
         self.num_open = 0  #: requests that have not ended
         self._gate = _Gate() if setting.policy is Policy.ONE_AT_A_TIME else None
         self._profiles: dict[ModelId, ModelProfile] = {}
@@ -350,6 +353,8 @@ class SimulatedService:
         self._fetch(actions)
         for action in actions:
             self._carry_out(action)
+        if (num_held := self.fleet.gpu_time.num_held) != self.held[-1][1]:
+            self.held.append((self.now_s, num_held))
         if self.setting.gives_back:
             idle = [name for name, worker in self.fleet.workers.items() if worker.is_retained]
             for name in idle:
@@ -396,7 +401,9 @@ class SimulatedService:
             case RequestArrived(now_s, _, model):
                 self.network.asked(model, now_s)
             case TurnBegan():
-                self.num_turns += 1
+                self.turns_s.append(event.now_s)
+            case ModelReady(now_s, _, _, rungs):
+                self.load_ends.append((now_s, rungs[0].rung if rungs else None))
             case TimerFired():
                 self._timer_s = None
             case _:
