@@ -25,7 +25,7 @@ def test_a_daily_pattern_is_expected_to_return() -> None:
 
 
 def test_series_without_a_past_are_expected_to_stay() -> None:
-    for counts in ([], [np.nan, np.nan], [5.0], [0.0] * 500, [7.0] * 500):
+    for counts in ([], [np.nan, np.nan], [5.0], [2.0, 9.0] * 8, [0.0] * 500, [7.0] * 500):
         past = np.array(counts)
         forecast = choose_one(past).forecast(Series(past, STEP_S))
         last = 0.0 if np.isnan(past).all() else past[-1]

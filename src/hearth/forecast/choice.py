@@ -104,7 +104,7 @@ def _regression(counts: Numbers, series: Series) -> Fitted | None:
 def choose_one(series: Series, fits: Mapping[str, Fit]) -> Chosen:
     counts = series.without_gaps()
     begin = max(MIN_HISTORY, len(counts) - series.num_steps(TRIED_S))
-    if begin >= len(counts):
+    if len(counts) - begin < HORIZON:
         return Chosen("last value", _last_value, LastValue(), np.zeros(HORIZON), None)
     origins = np.arange(begin, len(counts))
     came = outcomes(counts, origins, HORIZON)
