@@ -22,7 +22,10 @@ def line(model: ModelId, counts: list[float | None]) -> bytes:
 
 def days(num: int) -> list[float | None]:
     """Requests that come at the same time every day."""
-    return [600.0 * (step % 7 == step % STEPS_PER_DAY % 5) for step in range(STEPS_PER_DAY)] * num
+    day: list[float | None] = [
+        600.0 * (step % 7 == step % STEPS_PER_DAY % 5) for step in range(STEPS_PER_DAY)
+    ]
+    return day * num
 
 
 def test_methods_are_chosen_daily_and_for_models_with_too_little_history_hourly(
