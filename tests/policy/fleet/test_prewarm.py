@@ -46,7 +46,7 @@ def fire(desk: Desk) -> list[Action]:
 
 
 def saved_up(config: BrainConfig = RICH, num_workers: int = 1, keep_alive_s: float = 100.0) -> Desk:
-    """A service that has run for an hour with a forecast of nothing."""
+    """A service that has saved up all it may, with a forecast of nothing."""
     desk = Desk(config)
     desk.deploy(profile("m", keep_alive_s=keep_alive_s), profile("n", keep_alive_s=keep_alive_s))
     for number in range(num_workers):
@@ -93,9 +93,9 @@ def test_a_request_in_time_gives_the_budget_back() -> None:
     desk = saved_up()
     (told,) = of(Prewarm, forecast(desk, 0.02))
     budget = desk.fleet.prewarm_budget
-    assert budget.device_s == pytest.approx(3600.0 - told.cost_s)
+    assert budget.device_s == pytest.approx(MAX_SAVED_S - told.cost_s)
     desk.ask("r", "m")
-    assert budget.device_s == pytest.approx(3600.0)
+    assert budget.device_s == pytest.approx(MAX_SAVED_S)
 
 
 def test_a_model_that_is_not_kept_when_idle_is_not_kept_for_a_forecast() -> None:

@@ -1,4 +1,4 @@
-"""Limits the cost of wrong forecasts to a share of the time of all devices, saved up for an hour at most."""
+"""Limits the cost of wrong forecasts to a share of the time of all devices, saved up for two hours at most."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from hearth.policy.fleet.records import PrewarmHold
 
-MAX_SAVED_S = 3600.0
+#: As much as pays for a model on a whole device over the default `keep_alive`, and a little more.
+MAX_SAVED_S = 7200.0
 
 
 @dataclass(slots=True)
