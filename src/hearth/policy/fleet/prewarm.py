@@ -194,8 +194,9 @@ def _bring_to_host(
     if expected.num_soon < 1.0 or fleet.now_s < model.host_prewarmed_s + HOST_HORIZON_S:
         return []
     workers = (one for one in fleet.workers.values() if kind_of(one.kind) == "cuda" and not one.is_draining)
-    worker = next((one for one in workers if one.kind in profile.footprints), None)
-    if worker is None:  # On a CPU, host memory only buffers reads.
+    # The order reaches the head's keeper alone. On a CPU, host memory only buffers reads.
+    here = (one for one in workers if one.node == LOCAL and one.kind in profile.footprints)
+    if (worker := next(here, None)) is None:
         return []
     num_bytes = count_missing_bytes(model, worker)
     load_s = fleet.estimates.load_s(num_bytes, model, worker.node)

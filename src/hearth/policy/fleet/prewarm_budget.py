@@ -1,4 +1,4 @@
-"""Limits the cost of wrong forecasts to a share of the time of all devices, saved up for two hours at most."""
+"""Limits the cost of wrong forecasts to a share of all devices' time, saved up for two hours at most."""
 
 from __future__ import annotations
 
