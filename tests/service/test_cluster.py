@@ -85,6 +85,7 @@ def stop(node: ClusterNode) -> int:
 
 
 def kill(node: ClusterNode) -> None:
+    node.process.send_signal(signal.SIGSTOP)  # or streams could end while its children are listed
     children = psutil.Process(node.process.pid).children(recursive=True)
     node.kill()
     assert_ended(children)

@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -25,6 +24,8 @@ OPTIONS = [{**STREAMS[at], "max_tokens": 64, "model": "wide"} for at in (0, 3, 5
 NUM_LAYERS = 8
 NUM_STREAMS = 8  #: far more than a worker has slots for
 ENGINE = ("--set", "engine.max_seqs=3", "--set", "engine.max_batch_tokens=64")
+#: The keepers, which are suspended meanwhile, are not killed for it before the test gives up.
+VIGILANCE = ("--set", f"service.max_missed={10 * PATIENCE_S:.0f}")
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(shelf: Shelf, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_cluster, "SMALL", ENGINE)
-        settings = ("--set", "service.staged_start_gain=0")
+        settings = ("--set", "service.staged_start_gain=0", *VIGILANCE)
         cluster = SmallCluster(
             shelf, tmp_path_factory.mktemp("staged_starts"), test_cluster.on_loopback, *settings
         )
         try:
             assert cluster.head.deploy(place, "wide").is_success
-            cluster.start("one")
+            cluster.start("one", *VIGILANCE)
             cluster.wait_for("one")
             yield cluster
             cluster.close()
@@ -66,7 +67,7 @@ def expected(cluster: SmallCluster) -> list[str]:
 def head(cluster: SmallCluster, expected: list[str]) -> Service:
     """Both nodes are there, and the model is on their disks alone."""
     if cluster.nodes["one"].process.poll() is not None:
-        cluster.start("one")
+        cluster.start("one", *VIGILANCE)
     cluster.wait_for("one")
     head = cluster.head
     head.wait_for_workers()
@@ -94,8 +95,7 @@ def burst(cluster: SmallCluster, disturb: Callable[[], None] = lambda: None) -> 
         finally:
             for keeper in keepers:
                 assert keeper is not None
-                with suppress(psutil.NoSuchProcess):  # or it would hide why nothing was formed
-                    keeper.resume()
+                keeper.resume()
         assert begun.wait(PATIENCE_S)
         disturb()
         told = [job.result() for job in jobs]
