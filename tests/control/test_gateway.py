@@ -568,7 +568,11 @@ def test_a_key_of_a_preset_alone_sees_its_requests_which_its_base_answers(
         stream = await rig.submit(replace(ask(), model="pirate"), only)
         assert stream.model == "pirate"
         assert [one.model for one in link.orders if isinstance(one, HostModel)] == ["tiny"]
-        assert rig.gateway.views.explain(stream.request_id, only) is not None
+        whole, own = (rig.gateway.views.explain(stream.request_id, caller) for caller in (ADA, only))
+        assert whole is not None
+        assert [one.detail for one in whole.marks if one.detail]
+        assert own is not None
+        assert not [one for one in (*own.spans, *own.marks) if one.detail]
         other = replace(ADA, terms=KeyTerms(models=("other",)))
         assert rig.gateway.views.explain(stream.request_id, other) is None
         rig.gateway.end_all()

@@ -119,8 +119,12 @@ class ServiceViews:
             return found
         if not self._may_see(found.model, caller):
             return None  # another key of the group may use it
-        # Obstacles name the models that are in the way.
-        return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
+        return replace(  # obstacles and details name the models that are in the way
+            found,
+            options=tuple(one for one in found.options if one.obstacle is None),
+            spans=tuple(replace(one, detail="") for one in found.spans),
+            marks=tuple(replace(one, detail="") for one in found.marks),
+        )
 
     def forecast(self, name: str, caller: Caller) -> ForecastView:
         """Raises UnknownModel, and RequestError if the service makes no forecasts."""
