@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import httpx
 import pytest
 
 from hearth.api.dashboard import GREETING
+from hearth.control.journal import TAGS
 from hearth.control.keys import keys
 from hearth.control.keys.keys import ApiKeys
+from hearth.policy.fleet.events import SetTimer, Why
 from tests.api.conftest import request
 from tests.api.fake import FakeGateway
 
@@ -58,6 +61,14 @@ def test_a_file_is_sent_again_only_if_it_has_changed(gateway: FakeGateway) -> No
 
     assert first.headers["content-type"] == "text/javascript; charset=utf-8"
     assert (again.status_code, again.content) == (304, b"")
+
+
+def test_every_event_order_and_reason_is_told_in_words(gateway: FakeGateway) -> None:
+    def words(name: str) -> set[str]:
+        return set(re.findall(r"^  (\w+): ", request(gateway, "GET", f"/web/{name}").text, re.MULTILINE))
+
+    assert {tag for kind, tag in TAGS.items() if kind is not SetTimer} <= words("decisions.js")
+    assert set(Why) <= words("format.js")
 
 
 @pytest.mark.parametrize(

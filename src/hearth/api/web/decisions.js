@@ -1,7 +1,7 @@
 // What the scheduler was told and what it ordered, from the journal, in sentences.
 
 import { html, useState } from "/web/vendor/preact.js";
-import { WHY, bytes, clock, number, plural, seconds, words } from "/web/format.js";
+import { WHY, about, bytes, clock, number, plural, seconds, words } from "/web/format.js";
 import { useLive } from "/web/live.js";
 import { Drawer, Empty, List, Swatch, isPhone } from "/web/parts.js";
 import { Options } from "/web/options.js";
@@ -29,6 +29,9 @@ const EVENTS = {
   DeviceReported: (one) => `Worker ${one.worker} reported its memory`,
   ResidencyReported: (one) => `${one.model}: stored bytes reported`,
   TimerFired: () => "A time was over",
+  StagesMeasured: (one) => `Steps of ${one.model} take ${one.stage_s.map(seconds).join(" + ")} in its stages`,
+  PressureReported: (one) => `${one.model} on ${one.worker} will need KV for ${number(one.demand_tokens)} tokens in a second, and can have ${number(one.room_tokens)}`,
+  DemandForecast: (one) => `Forecast for ${one.model}: ${number(60 * (one.mean_per_s[0] ?? 0))} requests a minute`,
   LinkMeasured: (one) => `Link from ${one.source} to ${one.target}: ${bytes(one.bytes_per_s)}/s`,
 };
 
@@ -40,6 +43,7 @@ const ACTIONS = {
   RefusePin: (one) => `do not pin ${one.model}: ${one.message}`,
   Reject: (one) => `refuse it: ${one.message}`,
   CancelRun: (one) => `end its run on ${one.worker}`,
+  Prewarm: (one) => `${one.is_advice ? "would load" : "load"} ${one.model} ahead into ${one.to_host ? "the host memory" : "the device"} of ${one.worker}: ${number(60 * one.expected_per_s)} requests a minute are expected in ${about(one.lead_s)}`,
   AddWorkers: (one) => `ask for one more machine, for ${one.model}`,
   ReleaseWorkers: (one) => `give ${one.node} back`,
 };
@@ -49,7 +53,7 @@ const modelOf = ([, fields]) => fields.model ?? fields.profile?.model;
 
 const KINDS = {
   all: () => true,
-  placement: (one) => one.actions.some(([tag]) => ["Dispatch", "LoadModel"].includes(tag)),
+  placement: (one) => one.actions.some(([tag]) => ["Dispatch", "LoadModel", "Prewarm"].includes(tag)),
   evictions: (one) => one.actions.some(([tag]) => tag === "Evict"),
   refusals: (one) => one.actions.some(([tag]) => ["Reject", "RefusePin"].includes(tag)),
   workers: (one) => /^(Worker|Node)/.test(one.event[0]),

@@ -23,9 +23,11 @@ export function seconds(value) {
   return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
 }
 
+const THOUSANDS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 }); // making one takes long
+
 export function number(value) {
   if (value === null || value === undefined) return "–";
-  return value >= 1000 ? Math.round(value).toLocaleString("en-US") : String(Math.round(value * 10) / 10);
+  return value >= 1000 ? THOUSANDS.format(value) : String(Math.round(value * 10) / 10);
 }
 
 export function plural(count, one, many = `${one}s`) {
@@ -89,4 +91,6 @@ export const WHY = {
   demand: "loaded once more, because all slots elsewhere were in use",
   staged: "workers that load the model run it together meanwhile",
   switched: "moved to a worker that has the whole model",
+  dropped: "replicas gave up layers for KV, and run it together",
+  restored: "moved to a replica that has all of its layers again",
 };
