@@ -32,7 +32,7 @@ export function Keys() {
           <tbody>${keys.map((key) => html`<tr key=${key.name}>
             <td>${key.name}</td><td>${key.role}</td><td>${key.group ?? "–"}</td>
             <td class="figure">${number(key.num_requests)}</td><td class="figure">${number(key.prompt_tokens)}</td><td class="figure">${number(key.output_tokens)}</td>
-            <td class="muted">${limits(key)}</td><td class="muted">${key.last_used_at_s ? ago(key.last_used_at_s) : "never"}</td>
+            <td class="muted">${limits(key)}</td><td class="muted when">${key.last_used_at_s ? ago(key.last_used_at_s) : "never"}</td>
             <td><button class="plain" disabled=${key.name === live.session.name} onClick=${() => setAsks(key)}>Remove</button></td></tr>`)}</tbody>
         </table></div>`}
       ${asks === "add" && html`<${Add} onClose=${() => setAsks(null)} onMade=${(key) => (setAsks(null), setMade(key), reread())} />`}
@@ -70,7 +70,7 @@ function Add({ onClose, onMade }) {
     <${Dialog} title="Make a key" onClose=${onClose}>
       <form onSubmit=${add}>
         <${Field} label="Name"><input required value=${key.name} onInput=${set("name")} autofocus /><//>
-        <${Field} label="Role" hint="A user sends requests, a monitor also sees the whole service, an admin also changes it."><select value=${key.role} onChange=${set("role")}>${["user", "monitor", "admin"].map((one) => html`<option key=${one}>${one}</option>`)}</select><//>
+        <${Field} label="Role" hint="A user sends requests, a monitor also sees the whole service, an admin also changes it."><select value=${key.role} onChange=${set("role")}>${["user", "monitor", "admin"].map((one) => html`<option key=${one} value=${one}>${one}</option>`)}</select><//>
         <${Field} label="Group" hint="Keys of one group share cached prompts and see each other's requests."><input value=${key.group} onInput=${set("group")} /><//>
         <div class="numbers">
           <${Field} label="Requests a minute"><input inputmode="numeric" placeholder="no limit" value=${key.requests_per_min} onInput=${set("requests_per_min")} /><//>

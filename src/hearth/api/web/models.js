@@ -8,7 +8,7 @@ import { Dialog, Drawer, Empty, Field, List, Meter, Pill, Swatch, attempt, isPho
 
 const path = (name) => `/hearth/models/${encodeURIComponent(name)}`;
 // The most interesting replica comes first.
-const STATES = ["busy", "loading", "paused", "waiting", "pinned", "warm", "retained"];
+export const STATES = ["busy", "loading", "paused", "waiting", "pinned", "warm", "retained"];
 
 const DAY_S = 86400;
 const EXPECTED = { title: "Requests a minute", format: number, window_s: DAY_S, series: [
@@ -44,10 +44,11 @@ export function Models({ detail, go }) {
   }, [samples.at(-1)?.at_s, lastLoad]);
   const residents = useMemo(() => groupBy(state?.ps.models ?? [], (one) => one.model.split("~")[0]), [state]);
   if (!models) return html`<${Empty}>Loading …<//>`;
+  const residentsOf = (one) => (one.base && !one.preset ? adaptersOf(one, residents) : (residents.get(one.base ?? one.name) ?? []));
   const wanted = text.trim().toLowerCase();
   const rows = models
-    .filter((one) => !wanted || `${one.name} ${one.aliases.join(" ")} ${one.source} ${one.family ?? ""} ${one.base ?? ""} ${stateOf(residents.get(one.name))}`.toLowerCase().includes(wanted))
-    .map((one) => ({ ...one, residents: residents.get(one.name) ?? [], sums: sums?.[one.name] }))
+    .filter((one) => !wanted || `${one.name} ${one.aliases.join(" ")} ${one.source} ${one.family ?? ""} ${one.base ?? ""} ${stateOf(residentsOf(one))}`.toLowerCase().includes(wanted))
+    .map((one) => ({ ...one, residents: residentsOf(one), sums: sums?.[one.name] }))
     .sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name));
   const open = detail && models.find((one) => one.name === detail);
   return html`
@@ -62,11 +63,13 @@ export function Models({ detail, go }) {
         ? html`<${List}
             rows=${rows} rowHeight=${isPhone() ? 64 : 44} keyOf=${(row) => row.name} label="Models" selected=${detail}
             onSelect=${(name) => go(`models/${encodeURIComponent(name)}`)}
-            head=${html`<div class="row head model" aria-hidden="true"><span>model</span><span>state</span><span>where</span><span class="figure">size</span><span class="figure">requests</span><span class="figure">first token p50</span><span class="figure">p95</span><span>last cold start</span></div>`}
-            draw=${(row) => html`<${Row} row=${row} host=${state?.host_bytes[row.base ?? row.name]} />`}
+            head=${isMonitor()
+              ? html`<div class="row head model" aria-hidden="true"><span>model</span><span>state</span><span>where</span><span class="figure">size</span><span class="figure">requests</span><span class="figure">first token p50</span><span class="figure">p95</span><span>last cold start</span></div>`
+              : html`<div class="row head model is-brief" aria-hidden="true"><span>model</span><span class="figure">size</span></div>`}
+            draw=${(row) => html`<${Row} row=${row} host=${state?.host_bytes[row.preset ? row.base : row.name]} />`}
           />`
         : html`<${Empty}>${models.length ? "No model fits this search." : "No models are deployed. Deploy one here, or with hearth deploy SOURCE."}<//>`}
-      ${open && html`<${Detail} key=${open.name} model=${open} residents=${residents.get(open.name) ?? []} sums=${sums?.[open.name]} ask=${setAsks} go=${go} />`}
+      ${open && html`<${Detail} key=${open.name} model=${open} residents=${residentsOf(open)} sums=${sums?.[open.name]} ask=${setAsks} go=${go} />`}
       ${asks === "deploy" && html`<${Deploy} models=${models} onClose=${() => setAsks(null)} onDone=${reread} />`}
       ${asks?.remove && html`<${Remove} model=${asks.remove} onClose=${() => setAsks(null)} onDone=${() => (go("models"), reread())} />`}
     </div>`;
@@ -77,10 +80,18 @@ const rank = (row) => {
   return at < 0 ? STATES.length : at;
 };
 
-const stateOf = (residents) => STATES.find((one) => residents?.some((resident) => resident.state === one)) ?? "stored";
+// Adapters are part of their base's view.
+const adaptersOf = ({ name, base }, residents) =>
+  (residents.get(base) ?? []).flatMap(({ worker, adapters }) => {
+    const found = adapters.find((one) => one.name === name && one.num_bytes);
+    return found ? [{ ...found, worker, state: found.num_running ? "busy" : found.is_pinned ? "pinned" : "retained", loaded_bytes: found.num_bytes, total_bytes: found.num_bytes }] : [];
+  });
+
+const stateOf = (residents) => STATES.find((one) => residents.some((resident) => resident.state === one)) ?? "stored";
 
 function placeOf(row, host) {
   if (row.residents.some((one) => one.loaded_bytes)) return "device";
+  if (row.base && !row.preset) return ""; // not told
   if (host) return "host memory";
   return /^[a-z0-9]+:\/\//.test(row.where) ? "object storage" : "disk";
 }
@@ -89,11 +100,14 @@ function Row({ row, host }) {
   const state = stateOf(row.residents);
   const loading = row.residents.find((one) => one.state === "loading");
   const cold = row.sums?.last_load;
+  const name = html`<span class="name"><${Swatch} model=${row.name} />${row.name}${row.base && html`<small class="muted">${row.preset ? "preset" : "adapter"} of ${row.base}</small>`}${row.warning && html`<small class="alert" title=${row.warning}>⚠</small>`}</span>`;
+  const size = html`<span class="figure">${row.preset ? "" : bytes(row.num_bytes)}</span>`;
+  if (!isMonitor()) return html`<div class="model is-brief">${name}${size}</div>`;
   return html`<div class="model">
-    <span class="name"><${Swatch} model=${row.name} />${row.name}${row.base && html`<small class="muted">${row.preset ? "preset" : "adapter"} of ${row.base}</small>`}${row.warning && html`<small class="alert" title=${row.warning}>⚠</small>`}</span>
+    ${name}
     <span><${Pill} state=${state} />${loading && html` <${Meter} share=${loading.loaded_bytes / Math.max(1, loading.total_bytes)} label="loaded" />`}</span>
     <span class="muted">${placeOf(row, host)}</span>
-    <span class="figure">${row.preset ? "" : bytes(row.num_bytes)}</span>
+    ${size}
     <span class="figure">${row.sums ? number(row.sums.num_requests) : ""}</span>
     <span class="figure">${row.sums?.first_token ? seconds(row.sums.first_token.p50_s) : ""}</span>
     <span class="figure">${row.sums?.first_token ? seconds(row.sums.first_token.p95_s) : ""}</span>
@@ -193,7 +207,7 @@ function Remove({ model, onClose, onDone }) {
 }
 
 function Deploy({ models, onClose, onDone }) {
-  const [order, setOrder] = useState({ source: "", name: "", quant: "none", base: "", overwrite: false });
+  const [order, setOrder] = useState({ source: "", name: "", quant: "auto", base: "", overwrite: false });
   const set = (name) => (event) => setOrder({ ...order, [name]: event.target.type === "checkbox" ? event.target.checked : event.target.value });
   const deploy = (event) => {
     event.preventDefault();
@@ -205,8 +219,8 @@ function Deploy({ models, onClose, onDone }) {
       <form onSubmit=${deploy}>
         <${Field} label="Source" hint="A directory or GGUF file on the service's machine, hf:ORG/NAME, or a URL such as s3://bucket/model."><input required value=${order.source} onInput=${set("source")} autofocus /><//>
         <${Field} label="Name" hint="Left empty, it follows from the source."><input value=${order.name} onInput=${set("name")} /><//>
-        <${Field} label="Weights" hint="int8 and fp8 halve the bytes of weights in half precision."><select value=${order.quant} onChange=${set("quant")}>${["none", "int8", "fp8"].map((one) => html`<option key=${one}>${one}</option>`)}</select><//>
-        <${Field} label="Adapter of"><select value=${order.base} onChange=${set("base")}><option value="">– a model of its own –</option>${models.filter((one) => !one.base).map((one) => html`<option key=${one.name}>${one.name}</option>`)}</select><//>
+        <${Field} label="Weights" hint="auto: as the source has them. int8 and fp8 take half of the memory of 16-bit weights, int4 a quarter; none dequantises."><select value=${order.quant} onChange=${set("quant")}>${["auto", "int8", "fp8", "int4", "none"].map((one) => html`<option key=${one} value=${one}>${one}</option>`)}</select><//>
+        <${Field} label="Adapter of"><select value=${order.base} onChange=${set("base")}><option value="">– a model of its own –</option>${models.filter((one) => !one.base).map((one) => html`<option key=${one.name} value=${one.name}>${one.name}</option>`)}</select><//>
         <label class="check"><input type="checkbox" checked=${order.overwrite} onChange=${set("overwrite")} /> replace a model of that name</label>
         <footer><button type="button" onClick=${onClose}>Cancel</button><button class="primary" disabled=${!order.source.trim()}>Deploy</button></footer>
       </form>
