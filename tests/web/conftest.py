@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PATIENCE_MS = 60_000
 
 expect.set_options(timeout=PATIENCE_MS)
+
+LONG_NAME = "a-model-whose-name-is-longer-than-a-phone-is-wide-instruct-q4_k_m"
 
 #: Makes a page, with options of its browser context, such as the colour scheme.
 NewPage = Callable[..., Page]
@@ -53,7 +56,9 @@ def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     data_dir = DataDir.open(tmp_path_factory.mktemp("web") / "data")
     with Registry(data_dir) as registry:
         for name in ("alpha", "beta"):
-            registry.add(carry_out(DeployOrder(str(checkpoint), name), data_dir, lambda *_: None))
+            deployed = carry_out(DeployOrder(str(checkpoint), name), data_dir, lambda *_: None)
+            registry.add(deployed)
+        registry.add(replace(deployed, name=LONG_NAME))
     record_requests(data_dir.request_history_path)
     with serving(data_dir.path, *SMALL, *flags, "--set", "service.prewarm=advise") as service:
         yield service

@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 
 from hearth.control.keys import keys
 from tests.service.harness import Service, eventually
-from tests.web.conftest import NewPage, watching
+from tests.web.conftest import LONG_NAME, NewPage, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -86,8 +86,10 @@ def test_a_model_is_deployed_and_removed(page: Page, service: Service, checkpoin
         page.get_by_role("button", name="Deploy a model").click()
         page.get_by_label("Source").fill(str(checkpoint))
         page.get_by_label("Name", exact=True).fill("gamma")
+        page.get_by_label("Weights").select_option("int8")
         page.get_by_role("button", name="Deploy", exact=True).click()
         expect(page.get_by_text("gamma is deployed.")).to_be_visible()
+        assert service.get("/hearth/models/gamma")["quant"] == "int8"
         page.locator(".row", has_text="gamma").click()
         page.get_by_role("button", name="Remove").click()
         page.get_by_role("dialog").get_by_role("button", name="Remove").click()
@@ -174,6 +176,8 @@ def test_text_of_others_is_shown_as_text(
         expect(page.locator("h1")).to_have_text("Chat")
         page.goto(f"/#requests/{markup}")
         expect(page.locator(".drawer")).to_contain_text(f"no request has the id `{markup}`")
+        page.goto("/#requests/%")  # cannot be decoded
+        expect(page.locator(".drawer")).to_contain_text("no request has the id `%`")
         assert page.locator("img").count() == 1  # the logo
     assert "hacked" not in page.title()
     assert service.http.delete("/hearth/models/hostile").is_success
@@ -182,10 +186,11 @@ def test_text_of_others_is_shown_as_text(
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_fits_a_phone_in_both_themes(new_page: NewPage, service: Service, scheme: str) -> None:
     page = new_page(color_scheme=scheme, viewport=PHONE)
-    ask(service)
-    for name in PAGES:
+    ask(service, LONG_NAME)
+    for name in [*PAGES, f"models/{LONG_NAME}", f"chat/{LONG_NAME}"]:
         with watching(page, name):
-            expect(page.locator("h1")).to_have_text(name.capitalize())
+            expect(page.locator("h1")).to_have_text(name.partition("/")[0].capitalize())
+            expect(page.locator("nav a[aria-current]")).to_be_in_viewport(ratio=1)
             expect(page.get_by_text("Loading …")).to_have_count(0)
             for part in ("documentElement", "querySelector('main')"):
                 assert page.evaluate(f"document.{part}.scrollWidth") <= PHONE["width"], name
@@ -264,6 +269,7 @@ def test_with_keys_the_page_asks_for_one_and_shows_what_it_may_see(
     page.goto("/#requests")
     expect(page.get_by_text("No requests yet.")).to_be_visible()
     page.goto("/#models/alpha")
+    expect(page.locator(".row.is-selected")).to_have_text(re.compile("^alpha[0-9.]+ [KM]iB$"))  # no state
     expect(page.get_by_role("button", name="Load", exact=True)).to_be_visible()
     expect(page.get_by_role("button", name="Remove")).to_have_count(0)
 
@@ -274,10 +280,11 @@ def test_with_keys_the_page_asks_for_one_and_shows_what_it_may_see(
     page.goto("/#keys")
     page.get_by_role("button", name="Make a key").click()
     page.get_by_label("Name", exact=True).fill("bob")
+    page.get_by_label("Role").select_option("monitor")
     page.get_by_role("button", name="Make", exact=True).click()
     expect(page.get_by_role("dialog").locator("pre")).to_have_text(re.compile("^hearth-"))
     page.get_by_role("button", name="Done").click()
-    expect(page.locator("tr", has_text="bob")).to_be_visible()
+    expect(page.locator("tr", has_text="bob")).to_contain_text("monitor")
     page.locator("tr", has_text="ann").get_by_role("button", name="Remove").click()
     page.get_by_role("dialog").get_by_role("button", name="Remove").click()
     expect(page.locator("tr", has_text="ann")).to_have_count(0)

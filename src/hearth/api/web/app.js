@@ -25,6 +25,14 @@ const go = (place) => {
   location.hash = place;
 };
 
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // typed by hand
+  }
+}
+
 function usePlace() {
   const [place, setPlace] = useState(location.hash.slice(1));
   useEffect(() => {
@@ -33,7 +41,7 @@ function usePlace() {
     return () => removeEventListener("hashchange", move);
   }, []);
   const [name, ...rest] = place.split("/");
-  return [name, decodeURIComponent(rest.join("/"))];
+  return [name, decoded(rest.join("/"))];
 }
 
 function App() {
@@ -57,6 +65,7 @@ function App() {
   });
   useEffect(() => {
     document.title = session ? `${page.title} – Hearth` : "Hearth";
+    document.querySelector("nav a[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }); // on a phone
   }, [page, session]);
   if (needsKey) return html`<${Login} />`;
   if (!session) return html`<p class="empty">Connecting …</p>`;

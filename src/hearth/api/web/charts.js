@@ -86,7 +86,7 @@ export function Chart({ chart, samples }) {
       plot.current = new uPlot({
         width: box.current.clientWidth, height: 150, padding: [6, 8, 0, 0], legend: { show: false }, cursor: { y: false, points: { show: !chart.stacked } },
         scales: { x: { range: (_, first, last) => [Math.max(last - (chart.window_s ?? 3600), Math.min(first, last - 600)), last] }, y: { range: (_, low, high) => [0, chart.most ?? Math.max(high * 1.1 || 0, 1e-3)] } },
-        axes: [{ ...axis, space: 70, size: 30, values: (_, splits) => splits.map((at) => new Date(at * 1000).toTimeString().slice(0, 5)) }, { ...axis, size: 64, ...(chart.format === bytes ? { incrs: POWERS } : {}), values: (_, splits) => splits.map((value) => chart.format(value).replace(/\.0+ /, " ")) }],
+        axes: [{ ...axis, space: 70, size: 22, values: (_, splits) => splits.map((at) => new Date(at * 1000).toTimeString().slice(0, 5)) }, { ...axis, size: 64, ...(chart.format === bytes ? { incrs: POWERS } : {}), values: (_, splits) => splits.map((value) => chart.format(value).replace(/\.0+ /, " ")) }],
         series: [{}, ...series],
         hooks: { setCursor: [(u) => setAt(u.cursor.idx ?? null)] },
       }, data(), box.current);

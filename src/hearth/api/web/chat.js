@@ -74,11 +74,11 @@ export function Chat({ detail, go }) {
     <div class="page chat">
       <div class="talk">
         <div class="toolbar">
-          <label>Model <select aria-label="Model" value=${model} onChange=${(event) => go(`chat/${encodeURIComponent(event.target.value)}`)}>
+          <label>Model<select aria-label="Model" value=${model} onChange=${(event) => go(`chat/${encodeURIComponent(event.target.value)}`)}>
             ${names.map((one) => html`<option key=${one.name} value=${one.name}>${one.name}${one.base ? ` (${one.preset ? "preset" : "adapter"} of ${one.base})` : ""}</option>`)}</select></label>
           <span class="end"></span>
-          <button disabled=${!turns.length} onClick=${() => copy(curl(model, turns, settings, text))}>Copy as curl</button>
-          <button disabled=${!turns.length} onClick=${() => copy(python(model, turns, settings, text))}>Copy as Python</button>
+          <button disabled=${!turns.length && !text.trim()} onClick=${() => copy(curl(model, turns, settings, text))}>Copy as curl</button>
+          <button disabled=${!turns.length && !text.trim()} onClick=${() => copy(python(model, turns, settings, text))}>Copy as Python</button>
           <button disabled=${!turns.length || ending} onClick=${() => setTurns([])}>New</button>
         </div>
         <div class="turns" onScroll=${(event) => { const box = event.target; isAtEnd.current = box.scrollTop + box.clientHeight > box.scrollHeight - 40; }}>

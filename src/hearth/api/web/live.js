@@ -117,8 +117,9 @@ export async function begin() {
     live.needsKey = false;
     listen();
   } catch (error) {
-    if (error.status === 401) live.needsKey = true;
-    else setTimeout(begin, 2000);
+    if (error.status !== 401) setTimeout(begin, 2000);
+    else if (live.session) location.reload(); // the next key may see other things
+    else live.needsKey = true;
   }
   changed();
 }
@@ -129,11 +130,8 @@ export async function logIn(key) {
 }
 
 export async function logOut() {
-  await call("DELETE", "/hearth/session");
-  source?.close();
-  Object.assign(live, { session: null, state: null, decisions: [], samples: [], isConnected: false });
-  live.requests.clear();
-  await begin();
+  await call("DELETE", "/hearth/session").catch(() => {}); // it may have ended
+  location.reload();
 }
 
 function listen() {

@@ -1,8 +1,9 @@
 // The machine: the memory of every worker as it is now, nodes, links and pipelines.
 
 import { html } from "/web/vendor/preact.js";
-import { about, bytes, colour, groupBy, plural, seconds } from "/web/format.js";
+import { about, bytes, colour, groupBy, number, plural, seconds } from "/web/format.js";
 import { useLive } from "/web/live.js";
+import { STATES } from "/web/models.js";
 import { Empty, Meter, Pill, Swatch } from "/web/parts.js";
 
 const KINDS = {
@@ -14,6 +15,9 @@ const KINDS = {
   lost: "Lost to fragments",
   free: "Free",
 };
+
+// Of a worker with more, those of least interest are left out.
+const MAX_RESIDENTS = 30;
 
 export function Machine() {
   const { state, session } = useLive();
@@ -71,7 +75,8 @@ const Legend = () => html`
   </ul>`;
 
 function Worker({ worker, models }) {
-  const residents = models.filter((one) => one.worker === worker.worker);
+  const all = models.filter((one) => one.worker === worker.worker);
+  const residents = all.length > MAX_RESIDENTS ? all.sort((a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state)).slice(0, MAX_RESIDENTS) : all;
   return html`
     <article class="card worker">
       <header>
@@ -79,34 +84,45 @@ function Worker({ worker, models }) {
         <span class="muted">${worker.device || worker.kind}</span>
         <${Pill} state=${worker.state} />
         ${worker.num_restarts > 0 && html`<span class="muted">${plural(worker.num_restarts, "restart")}</span>`}
-        <span class="end"><b>${bytes(worker.used_bytes)}</b> of ${bytes(worker.budget_bytes)}</span>
+        ${worker.budget_bytes > 0 && html`<span class="end"><b>${bytes(worker.used_bytes)}</b> of ${bytes(worker.budget_bytes)}</span>`}
       </header>
       ${worker.reason && html`<p class="warning">${worker.reason}</p>`}
-      <${MemoryBar} worker=${worker} residents=${residents} />
+      ${worker.budget_bytes > 0 && html`<${MemoryBar} worker=${worker} residents=${residents} />`}
       ${residents.length > 0 && html`<div class="residents">${residents.map((one) => html`<${Resident} key=${one.model} one=${one} />`)}</div>`}
+      ${all.length > residents.length && html`<p class="muted">and <a href="#models">${plural(all.length - residents.length, "more model")}</a></p>`}
     </article>`;
 }
 
 function MemoryBar({ worker, residents }) {
-  const budget = worker.budget_bytes || 1;
-  const parts = worker.pool?.parts ?? [{ kind: "free", state: "spare", model: null, num_bytes: budget }];
+  const budget = worker.budget_bytes;
   const loading = new Map(residents.filter((one) => one.state === "loading").map((one) => [one.model, one]));
+  const parts = merged(worker.pool?.parts ?? [{ kind: "free", state: "spare", model: null, num_bytes: budget }], budget, loading);
   const promised = [...loading.values()].filter((one) => !parts.some((part) => part.model === one.model && part.kind === "weights"));
   return html`
     <div class="memory" role="img" aria-label=${`${worker.worker}: ${bytes(worker.used_bytes)} of ${bytes(worker.budget_bytes)} in use`}>
       ${promised.map((one) => html`<${Part} key=${`promise ${one.model}`} part=${{ kind: "weights", state: "active", model: one.model, num_bytes: one.total_bytes }} budget=${budget} load=${one} />`)}
       ${parts.map((part) => {
         const load = part.kind === "weights" ? loading.get(part.model) : undefined;
-        return html`<${Part} key=${`${part.kind} ${part.state} ${part.model}`} part=${part} budget=${budget} load=${load} />`;
+        return html`<${Part} key=${`${part.kind} ${part.state} ${part.model} ${part.num_models > 0}`} part=${part} budget=${budget} load=${load} />`;
       })}
     </div>`;
+}
+
+// Parts that are too small to be seen become one of each kind.
+function merged(parts, budget, loading) {
+  const isSmall = (part) => part.model && part.num_bytes < budget / 200 && !loading.has(part.model);
+  const small = parts.filter(isSmall);
+  if (small.length < MAX_RESIDENTS) return parts;
+  const sums = [...groupBy(small, (part) => `${part.kind} ${part.state}`).values()].map((of) => ({ ...of[0], model: null, num_models: of.length, num_bytes: of.reduce((sum, part) => sum + part.num_bytes, 0) }));
+  return [...parts.filter((part) => part.model && !isSmall(part)), ...sums, ...parts.filter((part) => !part.model)];
 }
 
 function Part({ part, budget, load }) {
   const share = part.num_bytes / budget;
   const loaded = load ? load.loaded_bytes / Math.max(1, load.total_bytes) : 1;
-  const name = `${part.model ? `${part.model}: ` : ""}${KINDS[part.kind] ?? part.kind}${part.kind === "free" || part.kind === "lost" ? "" : `, ${part.state}`}, ${bytes(part.num_bytes)}${load ? `, ${Math.round(100 * loaded)}% loaded` : ""}`;
-  const isNamed = share > 0.09 && (part.kind === "weights" || part.kind === "free");
+  const name = `${part.model ? `${part.model}: ` : part.num_models ? `${plural(part.num_models, "model")}: ` : ""}${KINDS[part.kind] ?? part.kind}${part.kind === "free" || part.kind === "lost" ? "" : `, ${part.state}`}, ${bytes(part.num_bytes)}${load ? `, ${Math.round(100 * loaded)}% loaded` : ""}`;
+  const label = html`${part.model ?? (part.num_models ? plural(part.num_models, "model") : KINDS[part.kind].toLowerCase())}<small>${bytes(part.num_bytes)}${load ? ` · ${Math.round(100 * loaded)}%` : ""}</small>`;
+  const isNamed = share > 0.02 && (part.kind === "weights" || part.kind === "free");
   return html`
     <div
       class=${`part is-${part.kind} is-${part.state}${load ? " is-loading" : ""}`}
@@ -114,15 +130,16 @@ function Part({ part, budget, load }) {
       title=${name}
     >
       ${load && html`<i class="filled" style=${{ width: `${100 * loaded}%` }}></i>`}
-      ${isNamed && html`<span>${part.model ?? KINDS[part.kind].toLowerCase()}<small>${bytes(part.num_bytes)}${load ? ` · ${Math.round(100 * loaded)}%` : ""}</small></span>`}
+      ${isNamed && html`<span>${label}</span>`}
+      ${isNamed && load && html`<span class="over" style=${{ clipPath: `inset(0 ${100 - 100 * loaded}% 0 0)` }} aria-hidden="true">${label}</span>`}
     </div>`;
 }
 
 function Resident({ one }) {
-  const kv = one.kv_blocks ? `${one.kv_used_blocks} used + ${one.kv_cached_blocks} cached of ${one.kv_blocks} blocks` : "no KV";
+  const kv = one.kv_blocks ? `KV: ${number(one.kv_used_blocks)} used, ${number(one.kv_cached_blocks)} cached of ${plural(one.kv_blocks, "block")}` : "";
   return html`
     <div class="resident">
-      <span class="name"><${Swatch} model=${one.model} />${one.model}${one.layers && html` <span class="muted">layers ${one.layers[0]}–${one.layers[1] - 1}</span>`}</span>
+      <span class="staged"><span class="name"><${Swatch} model=${one.model} />${one.model}</span>${one.layers && html`<span class="muted">layers ${one.layers[0]}–${one.layers[1] - 1}</span>`}</span>
       <${Pill} state=${one.state} />
       <span class="weights"><${Meter} share=${one.loaded_bytes / Math.max(1, one.total_bytes)} color=${colour(one.model)} label=${`${bytes(one.loaded_bytes)} of ${bytes(one.total_bytes)} loaded`} />
         <span class="muted">${bytes(one.loaded_bytes)} of ${bytes(one.total_bytes)}</span></span>
@@ -139,7 +156,7 @@ function NodeHead({ node, name }) {
     <header class="node">
       <h2>${node.name}</h2><${Pill} state=${node.state} />
       <span class="muted">${node.host || "this machine"}${Object.entries(node.labels).map(([key, value]) => ` · ${key}=${value}`)}</span>
-      <span class="end muted">host memory ${bytes(node.host_used_bytes)} of ${bytes(node.host_bytes)}</span>
+      ${node.host_bytes > 0 && html`<span class="end muted">host memory ${bytes(node.host_used_bytes)} of ${bytes(node.host_bytes)}</span>`}
       ${node.reason && html`<p class="warning">${node.reason}</p>`}
       ${receives.map(([model, sources]) => html`<p key=${model} class="muted">receives <${Swatch} model=${model} />${model} from ${sources.join(", ")}</p>`)}
     </header>`;
@@ -151,13 +168,13 @@ function Pipelines({ models }) {
   return html`
     <section><h2>Pipelines</h2>
       ${[...staged].map(([model, stages]) => {
-        const inOrder = [...stages].sort((a, b) => a.layers[0] - b.layers[0]);
-        const first = inOrder[0];
+        const [first] = stages.sort((a, b) => a.layers[0] - b.layers[0]);
+        const inOrder = groupBy(stages, (one) => `${one.layers[0]}–${one.layers[1] - 1}`);
         return html`
-          <article key=${model} class="card"><h3><${Swatch} model=${model} />${model}</h3>
-            <div class="stages">${inOrder.map((one, index) => html`
-              ${index > 0 && html`<span class="hop">→<small>${one.transport ?? ""}</small></span>`}
-              <div class="stage"><b>${one.worker}</b><span class="muted">layers ${one.layers[0]}–${one.layers[1] - 1}</span>
+          <article key=${model} class="card"><h3><${Swatch} model=${model} />${model}${first.is_dropped && html` <span class="muted">replicas that gave up layers for KV</span>`}</h3>
+            <div class="stages">${[...inOrder].map(([layers, of], index) => html`
+              ${index > 0 && html`<span class="hop">→<small>${of[0].transport ?? ""}</small></span>`}
+              <div class="stage"><b>${of.map((one) => one.worker).join(", ")}</b><span class="muted">layers ${layers}</span>
                 ${first.stage_s[index] !== undefined && html`<span class="muted">${seconds(first.stage_s[index])} per step</span>`}</div>`)}</div>
             ${first.num_flights !== null && html`<p class="muted">${seconds(first.hops_s)} between stages, ${plural(first.num_flights, "step")} in flight</p>`}
           </article>`;
@@ -170,8 +187,8 @@ function Links({ nodes }) {
   if (!links.length) return null;
   return html`
     <section><h2>Links between nodes</h2>
-      <table class="card"><thead><tr><th>from</th><th>to</th><th class="figure">measured</th></tr></thead>
+      <div class="scroll card"><table><thead><tr><th>from</th><th>to</th><th class="figure">measured</th></tr></thead>
         <tbody>${links.map((link) => html`<tr key=${`${link.source} ${link.target}`}><td>${link.source}</td><td>${link.target}</td><td class="figure">${bytes(link.bytes_per_s)}/s</td></tr>`)}</tbody>
-      </table>
+      </table></div>
     </section>`;
 }
