@@ -58,8 +58,11 @@ def test_requests_come_into_the_list_and_open_their_waterfall_by_keyboard(
         for what in ("load", "prefill"):  # which may begin while the rest is loaded
             expect(drawer.locator(".span .what")).to_contain_text(["queue", what, "decode"])
         expect(drawer.locator(".options .is-chosen")).to_have_count(1)
+        page.keyboard.press("Tab")
+        expect(drawer.get_by_role("button", name="Close")).to_be_focused()
         page.keyboard.press("Escape")
         expect(drawer).to_have_count(0)
+        expect(page.get_by_role("listbox", name="Requests")).to_be_focused()
         page.get_by_role("searchbox").fill("nothing is called so")
         expect(page.get_by_text("No request fits these filters.")).to_be_visible()
 

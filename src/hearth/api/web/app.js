@@ -127,7 +127,7 @@ function Login() {
     try {
       await logIn(key.trim());
     } catch (failed) {
-      setError(failed.message);
+      setError(failed.status === 401 ? "the API key is wrong" : failed.message);
     }
   };
   return html`

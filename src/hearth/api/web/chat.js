@@ -6,7 +6,7 @@ import { Empty, Field, copy } from "/web/parts.js";
 import { Waterfall } from "/web/waterfall.js";
 import { useExplanation } from "/web/requests.js";
 import { useModels } from "/web/models.js";
-import { number, seconds } from "/web/format.js";
+import { bytes, plural, seconds, words } from "/web/format.js";
 
 // Kept while other pages are shown.
 const kept = { model: "", turns: [], settings: { system: "", temperature: "", top_p: "", top_k: "", min_p: "", max_tokens: "512", seed: "", repetition_penalty: "" } };
@@ -122,9 +122,12 @@ function Journey({ turn }) {
   if (!explained) return null;
   const isWaiting = explained.first_token_s === null && !turn.isOver;
   const loads = explained.rungs.length > 0 || explained.spans.some((span) => span.what === "load");
+  const loading = live.state?.ps.models.find((one) => one.model === (explained.base ?? explained.model) && one.state === "loading");
   return html`
     <details class="journey" open=${isWaiting && loads}>
-      <summary>${explained.first_token_s === null ? `${row.phase} …` : `first token after ${seconds(explained.first_token_s)}`}${loads ? ", cold" : ""}${explained.tokens_per_s ? `, ${explained.tokens_per_s.toFixed(1)} tokens/s` : ""}, ${number(explained.num_output_tokens)} tokens</summary>
+      <summary>${explained.first_token_s === null
+        ? `${words(row.phase)} …${loading ? ` ${bytes(loading.loaded_bytes)} of ${bytes(loading.total_bytes)}` : ""}`
+        : `first token after ${seconds(explained.first_token_s)}${loads ? ", cold" : ""}${explained.tokens_per_s ? `, ${explained.tokens_per_s.toFixed(1)} tokens/s` : ""}, ${plural(explained.num_output_tokens, "token")}`}</summary>
       <${Waterfall} explained=${explained} />
       <a href=${`#requests/${explained.request_id}`}>All about this request</a>
     </details>`;
@@ -133,7 +136,7 @@ function Journey({ turn }) {
 // Fenced code in a box of its own, all else as it is.
 function Text({ text }) {
   const parts = text.split(/```[^\n]*\n?/);
-  return html`<div class="text">${parts.map((part, index) => (index % 2 ? html`<pre key=${index}>${part}</pre>` : part))}</div>`;
+  return html`<div class="text">${parts.map((part, index) => (index % 2 ? html`<pre key=${index}>${part}</pre>` : part.replace(/^\n+|\n+$/g, "")))}</div>`;
 }
 
 const asked = (turns, text) => {

@@ -217,7 +217,7 @@ function Deploy({ models, onClose, onDone }) {
   return html`
     <${Dialog} title="Deploy a model" onClose=${onClose}>
       <form onSubmit=${deploy}>
-        <${Field} label="Source" hint="A directory or GGUF file on the service's machine, hf:ORG/NAME, or a URL such as s3://bucket/model."><input required value=${order.source} onInput=${set("source")} autofocus /><//>
+        <${Field} label="Source" hint="A directory or GGUF file on the service's machine, hf:ORG/NAME, or the URL of a converted model, such as s3://bucket/model."><input required value=${order.source} onInput=${set("source")} autofocus /><//>
         <${Field} label="Name" hint="Left empty, it follows from the source."><input value=${order.name} onInput=${set("name")} /><//>
         <${Field} label="Weights" hint="auto: as the source has them. int8 and fp8 take half of the memory of 16-bit weights, int4 a quarter; none dequantises."><select value=${order.quant} onChange=${set("quant")}>${["auto", "int8", "fp8", "int4", "none"].map((one) => html`<option key=${one} value=${one}>${one}</option>`)}</select><//>
         <${Field} label="Adapter of"><select value=${order.base} onChange=${set("base")}><option value="">– a model of its own –</option>${models.filter((one) => !one.base).map((one) => html`<option key=${one.name} value=${one.name}>${one.name}</option>`)}</select><//>

@@ -69,6 +69,8 @@ export function Drawer({ title, onClose, children }) {
     addEventListener("keydown", press);
     return () => removeEventListener("keydown", press);
   }, [onClose]);
+  // The list goes on by keyboard when the element that had the focus is gone.
+  useEffect(() => () => queueMicrotask(() => document.activeElement === document.body && document.querySelector(".list")?.focus()), []);
   return html`
     <aside class="drawer" aria-label=${title}>
       <header><h2>${title}</h2><button class="plain" onClick=${onClose} aria-label="Close">✕</button></header>

@@ -53,10 +53,18 @@ export function Requests({ detail, go }) {
     </div>`;
 }
 
-// Reads the explanation again whenever the row changes.
+const REREAD_MS = 500;
+
+// Reads the explanation again while the request runs.
 export function useExplanation(id, row) {
   const [explained, setExplained] = useState(null);
   const [error, setError] = useState(null);
+  const [count, setCount] = useState(0);
+  const isRunning = row?.is_ended === false;
+  useEffect(() => {
+    const timer = isRunning && setInterval(() => setCount((before) => before + 1), REREAD_MS);
+    return () => clearInterval(timer);
+  }, [id, isRunning]);
   useEffect(() => {
     let isWanted = true;
     if (id) {
@@ -68,7 +76,7 @@ export function useExplanation(id, row) {
     return () => {
       isWanted = false;
     };
-  }, [id, row?.phase, row?.is_ended, row && Math.floor(row.num_output_tokens / 20)]);
+  }, [id, row?.phase, count]);
   return [explained, error];
 }
 
