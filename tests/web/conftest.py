@@ -32,6 +32,7 @@ PATIENCE_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)
 
 LONG_NAME = "a-model-whose-name-is-longer-than-a-phone-is-wide-instruct-q4_k_m"
+MARKUP = "<img src=x onerror=document.title='hacked'>"
 
 #: Makes a page, with options of its browser context, such as the colour scheme.
 NewPage = Callable[..., Page]
@@ -59,6 +60,7 @@ def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             deployed = carry_out(DeployOrder(str(checkpoint), name), data_dir, lambda *_: None)
             registry.add(deployed)
         registry.add(replace(deployed, name=LONG_NAME))
+        registry.add(replace(deployed, name="hostile", source=MARKUP))
     record_requests(data_dir.request_history_path)
     with serving(data_dir.path, *SMALL, *flags, "--set", "service.prewarm=advise") as service:
         yield service
