@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -67,6 +68,26 @@ def test_without_a_prompt_a_pipe_says_it(
     assert "standard input is empty" in empty.err
 
 
+@pytest.mark.parametrize(("prompt", "piped"), [("Summarise.", "a text\n\nSummarise."), ("-", "a text")])
+def test_a_prompt_comes_after_what_a_pipe_says(
+    hearth: Hearth,
+    data_dir: Path,
+    service: FakeService,
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: str,
+    piped: str,
+) -> None:
+    reader, writer = os.pipe()
+    with open(reader, encoding="utf-8") as stdin, open(writer, "w", encoding="utf-8") as pipe:
+        pipe.write("a text\n")
+        pipe.close()
+        monkeypatch.setattr("sys.stdin", stdin)
+        hearth("run", "smol", prompt, "--url", service.url)
+    (body,) = service.bodies("/v1/chat/completions")
+    assert isinstance(body, dict)
+    assert body["messages"] == [{"role": "user", "content": piped}]
+
+
 def test_without_a_prompt_a_terminal_holds_a_conversation(
     hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +113,9 @@ def test_a_preset_is_asked_with_its_parameters_unless_flags_say_others(
     assert [(body["temperature"], body["max_tokens"]) for body in bodies] == [(0.25, 9), (0.25, 5)]
 
 
-@pytest.mark.parametrize("source", ["hf:org/smol", "org/smol"])
+@pytest.mark.parametrize(
+    "source", ["hf:org/smol", "org/smol", "hf.co/org/smol", "https://huggingface.co/org/smol"]
+)
 def test_a_repository_of_the_hub_is_the_model_that_was_deployed_from_it(
     hearth: Hearth, data_dir: Path, service: FakeService, source: str
 ) -> None:

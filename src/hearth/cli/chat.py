@@ -47,7 +47,7 @@ def converse(answerer: Answerer, params: SamplingParams, beginning: Sequence[Mes
                 messages = [*beginning]
                 continue
             case text if (word := text.split()[0]).startswith("/") and "/" not in word[1:]:
-                err.print(Text(f"unknown command `{word}`; {HINT}", style="yellow"))
+                err.print(Text(f"unknown command `{word}`; {HINT}", style="yellow"), soft_wrap=True)
                 continue
         conversation: list[Message] = [*messages, {"role": "user", "content": line.strip()}]
         try:
