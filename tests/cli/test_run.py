@@ -102,6 +102,22 @@ def test_without_a_prompt_a_terminal_holds_a_conversation(
     assert {(body["temperature"], body["max_tokens"]) for body in bodies} == {(0.1, 1024)}
 
 
+@pytest.mark.parametrize("flags", [(), ("--raw",)])
+def test_a_conversation_needs_a_chat_template(
+    hearth: Hearth,
+    data_dir: Path,
+    service: FakeService,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+) -> None:
+    service.models = [replace(MODEL, has_chat_template=bool(flags))]
+    with closing(Terminal()) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal.stdin)
+        shown = hearth("run", "smol", "--url", service.url, *flags)
+    assert (shown.code, shown.err.count("\n")) == (2, 1)
+    assert "a conversation needs a chat template" in shown.err
+
+
 def test_a_preset_is_asked_with_its_parameters_unless_flags_say_others(
     hearth: Hearth, data_dir: Path, service: FakeService
 ) -> None:

@@ -66,6 +66,8 @@ def _answer(answerer: Answerer, messages: list[Message], params: SamplingParams)
             for delta in shown_reasoning(deltas):
                 texts.append(delta.text)
                 typer.echo(delta.text, nl=False)
+                if delta.finish_reason == "length":
+                    err.print(Text(" (cut off at the limit, see `--max-tokens`)", style="dim"), end="")
     except KeyboardInterrupt:
         err.print(Text(" (stopped)", style="dim"), end="")
     typer.echo()

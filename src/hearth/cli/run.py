@@ -118,11 +118,12 @@ def run(
     with answerer_of(context, model, url, api_key, data_dir, options) as answerer:
         params = answerer.preset.params(USUAL, **given)
         beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        is_chat = answerer.has_chat_template and not raw
+        if not is_chat and (beginning or text is None):
+            what = "`--system`" if beginning else "a conversation"
+            raise ConfigError(f"{what} needs a chat template, which is not applied here; give a PROMPT alone")
         if text is None:
             return converse(answerer, params, beginning)
-        is_chat = answerer.has_chat_template and not raw
-        if beginning and not is_chat:
-            raise ConfigError("`--system` needs a chat template, which is not applied here; leave it out")
         start_s = time.perf_counter() - started_s
         messages: list[Message] = [*beginning, {"role": "user", "content": text}]
         deltas = answerer.chat(messages, params) if is_chat else answerer.complete(text, params)
