@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hearth.cli import run
 from hearth.cli.client import AnswerDelta
+from hearth.cli.console import is_place
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.preset import Preset
 from tests.cli.fake_service import MODEL, FakeService
@@ -158,6 +159,17 @@ def test_a_repository_of_the_hub_is_deployed_after_a_question(
     assert "hf:org/new is not deployed. Deploy it now?" in shown.err
     (body,) = [body for body in service.bodies("/hearth/models") if isinstance(body, dict)]
     assert body["source"] == "hf:org/new"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_path_or_url"),
+    [
+        *[(text, True) for text in ("./smol", "~/smol", "smol.gguf", "org/smol.gguf", "s3://bucket/smol")],
+        *[(text, False) for text in ("smol:latest", "org/smol", "hf:org/smol:a.gguf", "hf.co/org/smol")],
+    ],
+)
+def test_a_place_is_no_name_and_nothing_on_the_hub(text: str, is_path_or_url: bool) -> None:
+    assert is_place(text) == is_path_or_url
 
 
 def test_raw_prompts_are_continued(hearth: Hearth, data_dir: Path, service: FakeService) -> None:

@@ -411,6 +411,7 @@ def test_files_that_cannot_be_removed_are_told(
         ),
         ("hf:org/M-GGUF:Q4_K_M@v1", HubSource("org/M-GGUF", "v1", "Q4_K_M"), "m-q4_k_m"),
         ("hf:org/m@refs/pr/1", HubSource("org/m", "refs/pr/1"), "m"),
+        ("models/none.gguf", PathSource(Path("models/none.gguf").absolute()), "none"),
         ("hf.co/org/M-GGUF:Q4_K_M", HubSource("org/M-GGUF", None, "Q4_K_M"), "m-q4_k_m"),
         ("https://huggingface.co/org/M", HubSource("org/M", None), "m"),
         ("s3://bucket/models/Tiny/", UrlSource("s3://bucket/models/Tiny"), "tiny"),
