@@ -90,6 +90,10 @@ class RequestParams(SamplingParams):
         return replace(self, seed=seed, prompt_logprobs=None)
 
 
+# Errors have the name that callers know.
+RequestParams.__init__.__qualname__ = "SamplingParams.__init__"
+
+
 def sampling_of_answers(params: SamplingParams) -> list[SamplingParams]:
     """Return the parameters of each answer to a prompt."""
     return [params.of_answer(at) for at in range(params.n)] if isinstance(params, RequestParams) else [params]

@@ -15,17 +15,26 @@ ENGINE_FIELDS = {
     "max_num_batched_tokens": "max_batch_tokens",
     "max_num_seqs": "max_seqs",
 }
-#: Code from a model's files never runs, and adapters need no preparation.
-WITHOUT_EFFECT = {"disable_log_stats", "enable_lora", "max_lora_rank", "max_loras", "trust_remote_code"}
+#: Code from a model's files never runs, adapters need no preparation, preempted requests are computed again.
+WITHOUT_EFFECT = {
+    *("disable_log_stats", "enable_lora", "max_cpu_loras", "max_lora_rank", "max_loras", "swap_space"),
+    "trust_remote_code",
+}
 _STAGES = "`hearth serve` runs a large model in stages on several GPUs"
 #: By option: the value that changes nothing, and what to do instead of others.
 REFUSED: Mapping[str, tuple[object, str]] = {
+    "cpu_offload_gb": (0, _STAGES),
+    "data_parallel_size": (1, "`hearth serve` gives a busy model further replicas"),
+    "enable_chunked_prefill": (True, "prompts are always read in chunks"),
     "enable_prefix_caching": (True, "prefixes are always cached"),
+    "load_format": ("auto", "it is found in the model's files"),
     "pipeline_parallel_size": (1, _STAGES),
     "quantization": (None, "convert the model with `hearth convert --quant`, or deploy it so"),
     "seed": (None, "set `seed` in SamplingParams"),
     "tensor_parallel_size": (1, _STAGES),
+    "speculative_config": (None, "there is no speculative decoding"),
     "tokenizer": (None, "put the tokenizer's files into the model's directory"),
+    "tokenizer_mode": ("auto", "the tokenizer is that of the model's files"),
 }
 
 

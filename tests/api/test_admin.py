@@ -118,8 +118,7 @@ def test_metrics_are_prometheus_text(gateway: FakeGateway) -> None:
 
 def test_the_rest_of_the_service_is_shown(gateway: FakeGateway) -> None:
     assert request(gateway, "GET", "/hearth/ps").json()["num_running"] == 0
-    for path in ("/version", "/hearth/version"):
-        assert request(gateway, "GET", path).json() == {"version": "0.1.0"}
+    assert request(gateway, "GET", "/version").json() == {"version": "0.1.0"}
     assert "/v1/chat/completions" in request(gateway, "GET", "/openapi.json").json()["paths"]
 
 

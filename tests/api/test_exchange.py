@@ -138,7 +138,7 @@ def test_choices_that_were_taken_before_a_refusal_are_named_by_it(gateway: FakeG
             "/v1/models",
             "/v1/models/tiny",
         ),
-        *("/hearth/models", "/hearth/models/tiny", "/hearth/ps", "/hearth/version", "/v1/models/none"),
+        *("/hearth/models", "/hearth/models/tiny", "/hearth/ps", "/v1/models/none"),
     ],
 )
 def test_head_is_answered_like_get(gateway: FakeGateway, path: str) -> None:

@@ -52,6 +52,13 @@ def test_a_foreign_command_or_flag_is_answered_in_a_line(hearth: Hearth, word: s
     assert shown.err.startswith(f"hearth: there is no `{word}`; ")
 
 
+def test_all_foreign_flags_are_answered_at_once_also_with_underscores(hearth: Hearth) -> None:
+    shown = hearth("serve", "smol", "--max_model_len", "8", "--port", "1", "--tensor-parallel-size=2")
+    assert (shown.code, shown.err.count("\n")) == (2, 2)
+    assert "`--max-model-len`; use" in shown.err
+    assert "`--tensor-parallel-size`; leave" in shown.err
+
+
 def test_words_after_two_dashes_are_no_flags(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
     assert hearth("run", "--url", service.url, "--", "smol", "--max-model-len").code == 0
 

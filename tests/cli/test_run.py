@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from hearth.cli import run
 from hearth.cli.client import AnswerDelta
+from hearth.cli.console import is_place
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.preset import Preset
 from tests.cli.fake_service import MODEL, FakeService
@@ -67,6 +69,26 @@ def test_without_a_prompt_a_pipe_says_it(
     assert "standard input is empty" in empty.err
 
 
+@pytest.mark.parametrize(("prompt", "piped"), [("Summarise.", "a text\n\nSummarise."), ("-", "a text")])
+def test_a_prompt_comes_after_what_a_pipe_says(
+    hearth: Hearth,
+    data_dir: Path,
+    service: FakeService,
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: str,
+    piped: str,
+) -> None:
+    reader, writer = os.pipe()
+    with open(reader, encoding="utf-8") as stdin, open(writer, "w", encoding="utf-8") as pipe:
+        pipe.write("a text\n")
+        pipe.close()
+        monkeypatch.setattr("sys.stdin", stdin)
+        hearth("run", "smol", prompt, "--url", service.url)
+    (body,) = service.bodies("/v1/chat/completions")
+    assert isinstance(body, dict)
+    assert body["messages"] == [{"role": "user", "content": piped}]
+
+
 def test_without_a_prompt_a_terminal_holds_a_conversation(
     hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +103,22 @@ def test_without_a_prompt_a_terminal_holds_a_conversation(
     assert {(body["temperature"], body["max_tokens"]) for body in bodies} == {(0.1, 1024)}
 
 
+@pytest.mark.parametrize("flags", [(), ("--raw",)])
+def test_a_conversation_needs_a_chat_template(
+    hearth: Hearth,
+    data_dir: Path,
+    service: FakeService,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+) -> None:
+    service.models = [replace(MODEL, has_chat_template=bool(flags))]
+    with closing(Terminal()) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal.stdin)
+        shown = hearth("run", "smol", "--url", service.url, *flags)
+    assert (shown.code, shown.err.count("\n")) == (2, 1)
+    assert "a conversation needs a chat template" in shown.err
+
+
 def test_a_preset_is_asked_with_its_parameters_unless_flags_say_others(
     hearth: Hearth, data_dir: Path, service: FakeService
 ) -> None:
@@ -92,7 +130,9 @@ def test_a_preset_is_asked_with_its_parameters_unless_flags_say_others(
     assert [(body["temperature"], body["max_tokens"]) for body in bodies] == [(0.25, 9), (0.25, 5)]
 
 
-@pytest.mark.parametrize("source", ["hf:org/smol", "org/smol"])
+@pytest.mark.parametrize(
+    "source", ["hf:org/smol", "org/smol", "hf.co/org/smol", "https://huggingface.co/org/smol"]
+)
 def test_a_repository_of_the_hub_is_the_model_that_was_deployed_from_it(
     hearth: Hearth, data_dir: Path, service: FakeService, source: str
 ) -> None:
@@ -119,6 +159,17 @@ def test_a_repository_of_the_hub_is_deployed_after_a_question(
     assert "hf:org/new is not deployed. Deploy it now?" in shown.err
     (body,) = [body for body in service.bodies("/hearth/models") if isinstance(body, dict)]
     assert body["source"] == "hf:org/new"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_path_or_url"),
+    [
+        *[(text, True) for text in ("./smol", "~/smol", "smol.gguf", "org/smol.gguf", "s3://bucket/smol")],
+        *[(text, False) for text in ("smol:latest", "org/smol", "hf:org/smol:a.gguf", "hf.co/org/smol")],
+    ],
+)
+def test_a_place_is_no_name_and_nothing_on_the_hub(text: str, is_path_or_url: bool) -> None:
+    assert is_place(text) == is_path_or_url
 
 
 def test_raw_prompts_are_continued(hearth: Hearth, data_dir: Path, service: FakeService) -> None:

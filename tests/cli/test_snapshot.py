@@ -85,30 +85,6 @@ def test_progress_is_shown_and_says_what_is_done(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_a_model_is_deployed_with_its_snapshot(hearth: Hearth, service: FakeService, tmp_path: Path) -> None:
-    service.models.append(replace(service.models[0], name="smol2", aliases=()))
-    shown = hearth("deploy", str(tmp_path), "--name", "smol2", "--snapshot", "--url", service.url)
-    assert (shown.code, shown.err) == (0, "")
-    deployed, made = shown.out.splitlines()
-    assert deployed.startswith("deployed ")
-    assert made.startswith("made a snapshot of ")
-    assert [path for _, path, _ in service.asked][-1].endswith("/snapshot")
-    service.snapshot_failure = "the disk is full"
-    shown = hearth("deploy", str(tmp_path), "--name", "smol2", "--snapshot", "--url", service.url)
-    assert shown.code == 1
-    assert shown.out.startswith("deployed "), "it is there all the same"
-    assert "the disk is full" in shown.err
-
-
-def test_without_a_service_no_model_is_deployed_with_its_snapshot(
-    hearth: Hearth, data_dir: Path, tmp_path: Path
-) -> None:
-    shown = hearth("deploy", str(tmp_path), "--snapshot")
-    assert (shown.code, shown.out) == (2, "")
-    assert "hearth serve" in shown.err
-    assert not data_dir.exists()
-
-
 def test_why_none_could_be_made_is_told(hearth: Hearth, service: FakeService) -> None:
     service.snapshot_failure = "the disk is full"
     shown = hearth("snapshot", "smol", "--url", service.url)

@@ -10,7 +10,7 @@ from hearth.core.log_format import formatter_of, json_line
 
 
 def test_a_line_of_a_worker_names_its_process() -> None:
-    line = "2026-01-02 03:04:05,678 INFO w0 hearth.worker.loads loaded model=tiny reason=`on disk` load_s=0.5"
+    line = "2026-01-02 03:04:05,678 INFO w0 hearth.loads loaded model=tiny at=`on disk` why=no `x` load_s=0.5"
 
     found = json.loads(json_line(line))
 
@@ -20,10 +20,10 @@ def test_a_line_of_a_worker_names_its_process() -> None:
     assert found == {
         "level": "INFO",
         "process": "w0",
-        "logger": "hearth.worker.loads",
+        "logger": "hearth.loads",
         "event": "loaded",
-        "fields": {"model": "tiny", "reason": "on disk", "load_s": "0.5"},
-        "text": "loaded model=tiny reason=`on disk` load_s=0.5",
+        "fields": {"model": "tiny", "at": "on disk", "why": "no `x`", "load_s": "0.5"},
+        "text": "loaded model=tiny at=`on disk` why=no `x` load_s=0.5",
     }
 
 

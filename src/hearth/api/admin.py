@@ -159,7 +159,6 @@ def service_routes(gateway: Gateway) -> APIRouter:
         return as_json({"status": status}, 200 if status == "ok" else 503)
 
     @routes.get("/version", summary="The version of the service")
-    @routes.get("/hearth/version", summary="The same, for commands")
     async def version() -> Response:
         return as_json({"version": hearth_version()})
 

@@ -47,7 +47,7 @@ def converse(answerer: Answerer, params: SamplingParams, beginning: Sequence[Mes
                 messages = [*beginning]
                 continue
             case text if (word := text.split()[0]).startswith("/") and "/" not in word[1:]:
-                err.print(Text(f"unknown command `{word}`; {HINT}", style="yellow"))
+                err.print(Text(f"unknown command `{word}`; {HINT}", style="yellow"), soft_wrap=True)
                 continue
         conversation: list[Message] = [*messages, {"role": "user", "content": line.strip()}]
         try:
@@ -66,6 +66,8 @@ def _answer(answerer: Answerer, messages: list[Message], params: SamplingParams)
             for delta in shown_reasoning(deltas):
                 texts.append(delta.text)
                 typer.echo(delta.text, nl=False)
+                if delta.finish_reason == "length":
+                    err.print(Text(" (cut off at the limit, see `--max-tokens`)", style="dim"), end="")
     except KeyboardInterrupt:
         err.print(Text(" (stopped)", style="dim"), end="")
     typer.echo()

@@ -115,9 +115,19 @@ def is_place(text: str) -> bool:
     Names may contain a `/`: such a text is a path only if the path exists. A directory without a `/` needs
     `./`, so that it never hides the model of that name.
     """
-    if text.startswith((".", "/", "~")) or text.endswith(".gguf") or "://" in text:
+    if text.startswith((".", "/", "~")):
         return True
-    return "/" in text and Path(text).exists()
+    if not any(mark in text for mark in (":", "/", ".gguf")):
+        return False
+    from hearth.control.deploy.sources import PathSource, UrlSource, parse_source
+
+    match parse_source(text):
+        case UrlSource():
+            return True
+        case PathSource(path):
+            return text.endswith(".gguf") or ("/" in text and path.exists())
+        case _:
+            return False
 
 
 def refuse_url(url: str | None, place: str) -> None:

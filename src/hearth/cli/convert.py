@@ -274,9 +274,11 @@ def _print_view(view: ModelView) -> None:
         if not facts[key]:
             del facts[key]
     if view.base is None:
-        del facts["base"], facts["max_rank"], facts["targets"]
-    else:
+        del facts["base"]
+    if view.is_adapter:
         facts["targets"] = list(view.targets)
+    else:
+        del facts["max_rank"], facts["targets"]
     facts["created"] = f"{duration(time.time() - view.created_at_s)} ago"
     facts["keep_alive"] = "forever" if view.keep_alive_s is None else duration(view.keep_alive_s)
     if view.upstream is not None:

@@ -13,7 +13,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from hearth.cli import local_models, snapshot
+from hearth.cli import local_models
 from hearth.cli.client import Client
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
@@ -31,7 +31,7 @@ from hearth.cli.console import (
     warn,
 )
 from hearth.cli.convert import QUANT_HELP, Quant
-from hearth.cli.endpoint import reached, running
+from hearth.cli.endpoint import running
 from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
 from hearth.cli.tab_completion import ModelNames, complete_base
@@ -75,9 +75,6 @@ def deploy(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model of that name.")] = False,
-    with_snapshot: Annotated[
-        bool, typer.Option("--snapshot", help="Also make a snapshot; needs a running service.")
-    ] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -88,12 +85,11 @@ def deploy(
     Downloads the model if needed, converts it to the format that loads by copying, and registers it. A model
     that is already converted, or is in object storage, is registered where it is. An adapter is served by its
     base; --base is not needed if the adapter names it. What is deployed from the same repository or URL under
-    that name stays as it is. With --snapshot the first start is fast already;
-    otherwise a snapshot is made after the first start (see `hearth snapshot`).
+    that name stays as it is. A snapshot is made after the first start; `hearth snapshot` makes it before.
 
     [bold]Examples[/bold]
 
-      hearth deploy ./Qwen2.5-7B-Instruct --name qwen-7b --snapshot
+      hearth deploy ./Qwen2.5-7B-Instruct --name qwen-7b
 
       hearth deploy hf:HuggingFaceTB/SmolLM2-135M-Instruct
 
@@ -110,8 +106,6 @@ def deploy(
     from hearth.control.deploy.deploy import DeployOrder  # not for `hearth list`
 
     client = running(context, url, api_key, data_dir)
-    if with_snapshot and client is None:
-        raise ConfigError("`--snapshot` needs a running service; start one with `hearth serve`")
     started_s = time.perf_counter()
     with client or nullcontext():
         order = DeployOrder(
@@ -138,11 +132,6 @@ def deploy(
         typer.echo(f"{_summary(model)}, in {time.perf_counter() - started_s:.1f} s")
     if model.warning is not None:
         warn(f"warning: {model.warning}")
-    if with_snapshot:
-        with reached(context, url, api_key, data_dir) as client:
-            view = snapshot.made(client, model.name)
-        if not as_json:
-            typer.echo(snapshot.summary(view))
 
 
 def carry_out(client: Client | None, order: DeployOrder, data_dir: Path) -> ModelView:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import stat
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,33 +42,28 @@ if TYPE_CHECKING:
     from hearth.store.transfer.record import LoadRecord
     from hearth.text.chat_template import Message
 
-#: The parameters of answers in a conversation without flags and preset.
+#: The parameters of answers without flags and preset.
 USUAL = SamplingParams(temperature=0.7, max_tokens=1024)
-#: The most tokens of an answer to a single prompt.
-PROMPTED = 256
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(help=f"Maximum tokens of an answer; {PROMPTED} to a prompt, {USUAL.max_tokens} in a talk."),
-]
-NameOrPlace = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Name of a deployed model, or a directory, GGUF file or URL (s3://, https://).",
-        autocompletion=complete_model,
-    ),
-]
+#: How long a pipe may say nothing until the user is told that its end is waited for.
+PIPE_S = 2.0
 
 
 @app.command(rich_help_panel="Questions")
 def run(
     context: typer.Context,
-    model: NameOrPlace,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Name of a deployed model, hf:ORG/NAME, directory, GGUF file or URL (s3://, https://).",
+            autocompletion=complete_model,
+        ),
+    ],
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="PROMPT",
-            help="Prompt; - reads standard input. Without one: a conversation, or what a pipe says.",
+            help="Prompt, after what a pipe says. Without either: a conversation.",
             show_default=False,
         ),
     ] = None,
@@ -73,7 +71,9 @@ def run(
     dtype: Annotated[
         Dtype, typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: fits model and device.")
     ] = Dtype.AUTO,
-    max_tokens: MaxTokens = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help=f"Maximum tokens of an answer; by default {USUAL.max_tokens}.")
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(help=f"0: greedy; by default {USUAL.temperature}.")
     ] = None,
@@ -102,30 +102,28 @@ def run(
 
       hearth run ./llama --raw --temperature 0 "Once upon a time"
 
-      cat notes.txt | hearth run ./qwen --set engine.kv_bytes=4GiB
+      cat notes.txt | hearth run smollm2 "Summarise this text."
 
       hearth run s3://models/qwen-7b "Hello" --set store.disk_bytes=100GiB
     """
     prompt = " ".join(words) if words else None
     is_conversation = prompt is None and sys.stdin.isatty()
-    usual = USUAL if is_conversation else replace(USUAL, max_tokens=PROMPTED)
     given = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
-    Preset().params(usual, **given)  # refuses a wrong one before anything is loaded
+    Preset().params(USUAL, **given)  # refuses a wrong one before anything is loaded
     options = LocalOptions(device.value, dtype.value, config, settings)
-    text = prompt
-    if prompt in (None, "-") and not is_conversation:
-        text = sys.stdin.read().removesuffix("\n")  # which `echo` adds
+    text = None if is_conversation else _whole_prompt(prompt)
     if text == "":
         raise ConfigError("no prompt: standard input is empty; give one as an argument or by a pipe")
     started_s = time.perf_counter()
     with answerer_of(context, model, url, api_key, data_dir, options) as answerer:
-        params = answerer.preset.params(usual, **given)
+        params = answerer.preset.params(USUAL, **given)
         beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        is_chat = answerer.has_chat_template and not raw
+        if not is_chat and (beginning or text is None):
+            what = "`--system`" if beginning else "a conversation"
+            raise ConfigError(f"{what} needs a chat template, which is not applied here; give a PROMPT alone")
         if text is None:
             return converse(answerer, params, beginning)
-        is_chat = answerer.has_chat_template and not raw
-        if beginning and not is_chat:
-            raise ConfigError("`--system` needs a chat template, which is not applied here; leave it out")
         start_s = time.perf_counter() - started_s
         messages: list[Message] = [*beginning, {"role": "user", "content": text}]
         deltas = answerer.chat(messages, params) if is_chat else answerer.complete(text, params)
@@ -137,6 +135,25 @@ def run(
     else:
         flags = service_flags(context, url, data_dir)
         err.print(Text(_summary(answer, start_s, record, flags), style="dim"), soft_wrap=True)
+
+
+def _whole_prompt(prompt: str | None) -> str:
+    """Return the prompt behind what standard input says, if that is a pipe or a file, as Ollama does."""
+    is_alone = prompt in (None, "-")
+    if not is_alone and not _is_piped():
+        return prompt or ""
+    piped = sys.stdin.read().removesuffix("\n")  # which `echo` adds
+    return piped if is_alone else "\n\n".join(filter(None, (piped, prompt)))
+
+
+def _is_piped() -> bool:
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except OSError:  # none, or not one of the system
+        return False
+    if stat.S_ISFIFO(mode) and not select.select([sys.stdin], [], [], PIPE_S)[0]:
+        err.print(Text("waiting for the end of standard input", style="dim"))
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +172,8 @@ def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None, fl
         f"{answer.num_tokens} tokens, {answer.num_tokens / answer.total_s:.1f} tokens/s, "
         f"first after {answer.first_token_s:.2f} s"
     )
+    if answer.finish_reason == "length":
+        summary = f"cut off at the limit, see `--max-tokens`: {summary}"
     if answer.request_id is not None:
         return f"{summary}; `hearth explain {answer.request_id}{flags}` shows details"
     summary += f", started in {start_s:.1f} s"

@@ -17,7 +17,8 @@ _LINE = re.compile(
     r"(?P<time>\d{4}-\S+ \S+) (?P<level>[A-Z]+) (?:(?P<process>\S+) (?=hearth))?(?P<logger>[\w.]+) "
     r"(?P<text>(?P<event>[\w.]+).*)"
 )
-_FIELD = re.compile(r"(\w+)=(?:`([^`]*)`|(\S*))")
+#: A value ends before the next name, as it may have spaces.
+_FIELD = re.compile(r"(\w+)=(?:`([^`]*)`|(.*?))(?=\s\w+=|$)")
 
 
 class JsonFormatter(logging.Formatter):

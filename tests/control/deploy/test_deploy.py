@@ -411,6 +411,9 @@ def test_files_that_cannot_be_removed_are_told(
         ),
         ("hf:org/M-GGUF:Q4_K_M@v1", HubSource("org/M-GGUF", "v1", "Q4_K_M"), "m-q4_k_m"),
         ("hf:org/m@refs/pr/1", HubSource("org/m", "refs/pr/1"), "m"),
+        ("models/none.gguf", PathSource(Path("models/none.gguf").absolute()), "none"),
+        ("hf.co/org/M-GGUF:Q4_K_M", HubSource("org/M-GGUF", None, "Q4_K_M"), "m-q4_k_m"),
+        ("https://huggingface.co/org/M", HubSource("org/M", None), "m"),
         ("s3://bucket/models/Tiny/", UrlSource("s3://bucket/models/Tiny"), "tiny"),
         ("HTTPS://host/@org/M", UrlSource("https://host/@org/M"), "m"),
         ("/models/SmolLM2.Q4_1.gguf", PathSource(Path("/models/SmolLM2.Q4_1.gguf")), "smollm2.q4_1"),
@@ -427,7 +430,10 @@ def test_a_source_is_told_by_its_text_and_gives_a_name(
 
 @pytest.mark.parametrize(
     "text",
-    ["hf:", "hf:a", "hf:a/b/c", "hf:../../x", "hf:a/b@", "hf:a/b:", "hf:a/b:c/d", "hf:a/..", "ftp://host/x"],
+    [
+        *("hf:", "hf:a", "hf:a/b/c", "hf:../../x", "hf:a/b@", "hf:a/b:", "hf:a/b:c/d", "hf:a/..", "hf.co/a"),
+        *("https://huggingface.co/a/b/tree/main", "ftp://host/x"),
+    ],
 )
 def test_what_looks_like_a_source_and_is_none_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="given: "):

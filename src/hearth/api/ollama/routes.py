@@ -32,7 +32,7 @@ from hearth.api.ollama.store import (
     CreateBody,
     NamedModelBody,
     PullBody,
-    hub_source,
+    pulled_source,
     pulling,
 )
 from hearth.api.openai.completion import CompletionBody
@@ -138,7 +138,7 @@ def ollama_routes(gateway: Gateway, answers: Answers, heartbeat_s: float) -> API
         try:
             gateway.deployments.model(body.meant, caller)
         except UnknownModel:
-            source = hub_source(body.meant)
+            source = pulled_source(body.meant)
             if not caller.has_role("admin"):
                 raise Forbidden(
                     f"`{body.meant:.80}` is not deployed, and to deploy `{source:.80}` needs a key with the "

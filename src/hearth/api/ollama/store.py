@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, ClassVar
@@ -17,16 +16,11 @@ from hearth.api.unread_fields import UnsupportedField
 from hearth.control.deploy.deploy import DeployOrder
 from hearth.control.deploy.names import LATEST
 from hearth.control.deploy.preset import Preset
+from hearth.control.deploy.sources import hub_source
 from hearth.core.errors import RequestError, UnknownModel
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
-
-#: Names of models of the Hugging Face Hub, as Ollama's users write them, and as Hearth's do.
-_HUB = re.compile(
-    r"(?:hf:|hf\.co/|huggingface\.co/)([\w.-]+/[\w.-]+(?::[\w.-]+)?)|([\w.-]+/[\w.-]+)",
-    re.ASCII | re.IGNORECASE,
-)
 
 
 class NamedModelBody(Strict):
@@ -74,15 +68,15 @@ class CreateBody(NamedModelBody):
         return preset_of(self.parameters or OllamaOptions.model_validate({}), self.system, self.template)
 
 
-def hub_source(name: str) -> str:
+def pulled_source(name: str) -> str:
     """Return the source that a name stands for. Raises UnknownModel for names in Ollama's own library."""
-    match = _HUB.fullmatch(name.removesuffix(LATEST))
-    if match is None:
+    source = hub_source(name.removesuffix(LATEST))
+    if source is None:
         raise UnknownModel(
             f"no model named `{name:.80}`, and only models of the Hugging Face Hub can be pulled, as "
             "`hf.co/ORG/NAME` or `hf.co/ORG/NAME:Q4_K_M`; deploy others with `hearth deploy SOURCE`"
         )
-    return f"hf:{match[1] or match[2]}"
+    return source.text
 
 
 async def pulling(gateway: Gateway, name: str, source: str | None) -> AsyncGenerator[dict[str, object], None]:

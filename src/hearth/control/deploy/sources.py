@@ -1,7 +1,7 @@
 """The sources that a model can be deployed from, as users write them, and downloads. Converts nothing.
 
 hf:ORG/NAME, hf:ORG/NAME@REVISION      a repository on the Hub, downloaded: a model, or a LoRA adapter; as
-                                       ORG/NAME, too, unless that path exists
+                                       hf.co/ORG/NAME, too, and as ORG/NAME, unless that path exists
 hf:ORG/NAME:Q4_K_M                     a GGUF file of a repository, by how it is quantised or by its name
 s3://BUCKET/PREFIX, https://HOST/PATH  a converted model or adapter in object storage, read from there; behind
                                        it @DIGEST may name the version that must be there
@@ -29,6 +29,8 @@ from hearth.store.tiers.upstream import parse_address
 OnBytes = Callable[[int, int], None]
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.ASCII | re.IGNORECASE)
+#: What the Hub is called before ORG/NAME: here, by Ollama, and in a browser.
+_HUB_PREFIX = re.compile(r"hf:|(?:https://)?(?:hf\.co|huggingface\.co)/", re.ASCII | re.IGNORECASE)
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?::(?P<file>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 #: The GGUF file that is taken where several are there and none is named, as by llama.cpp and Ollama.
 _USUAL_GGUF = "Q4_K_M"
@@ -75,25 +77,26 @@ Source = HubSource | UrlSource | PathSource
 
 
 def parse_source(text: str) -> Source:
-    if text[:3].lower() == "hf:":
-        match = _HUB.fullmatch(text[3:])
-        if match is None or ".." in text:
+    source = hub_source(text)
+    if _HUB_PREFIX.match(text):
+        if source is None:
             raise RequestError(
                 "a model of the Hugging Face Hub is hf:ORG/NAME, hf:ORG/NAME:FILE of a GGUF repository, or "
                 f"hf:ORG/NAME@REVISION, given: {text!r:.99}"
             )
-        return HubSource(match["id"], match["revision"], match["file"])
+        return source
     if scheme := _SCHEME.match(text):
         return _parse_url(scheme[1].lower(), text[scheme.end() :].rstrip("/"))
     path = Path(text).expanduser()
-    if _HUB.fullmatch(text) and ".." not in text and not text.startswith(".") and not path.exists():
-        return parse_source(f"hf:{text}")
-    return PathSource(path.absolute())
+    if source is None or text.startswith(".") or text.endswith(".gguf") or path.exists():
+        return PathSource(path.absolute())
+    return source
 
 
 def hub_source(text: str, revision: str | None = None) -> HubSource | None:
     """Return the repository that [hf:]ORG/NAME[:FILE][@REVISION] means; None: it is none."""
-    match = _HUB.fullmatch(text[3:] if text[:3].lower() == "hf:" else text)
+    prefix = _HUB_PREFIX.match(text)
+    match = _HUB.fullmatch(text, prefix.end() if prefix else 0)
     if match is None or ".." in text:
         return None
     return HubSource(match["id"], revision or match["revision"], match["file"])
