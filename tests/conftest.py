@@ -51,8 +51,8 @@ OTHER_SERVICES = {
     "test_staged_starts.py": "staged",
     "test_states.py": "crowded",
 }
-#: Where tests take longest, the longest first: files that share a service are one piece of work. The dashboard and
-#: the guide come before other services because they do not wait until the models of those are converted.
+#: Where tests take longest, the longest first. Files that share a service are one piece of work. Dashboard
+#: and guide come first because they do not wait until the models of services are converted.
 LONG_FOLDERS = (
     *("tests/web/", "tests/service/test_first_ten_minutes.py"),
     *("tests/service/", "tests/worker/", "tests/engine/", "tests/kernels/", "tests/store/"),
