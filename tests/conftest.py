@@ -42,13 +42,21 @@ TESTS = Path(__file__).parent
 OTHER_SERVICES = {
     "test_affinity.py": "pair",
     "test_cluster.py": "cluster",
+    "test_cluster_network.py": "network",
     "test_faults.py": "pair",
+    "test_first_ten_minutes.py": "guide",
+    "test_forecast.py": "forecast",
     "test_ray.py": "ray",
     "test_security.py": "guarded",
+    "test_staged_starts.py": "staged",
     "test_states.py": "crowded",
 }
-#: Folders whose files take longest, the longest first: files that share a service are one piece of work.
-LONG_FOLDERS = ("tests/service/", "tests/worker/", "tests/engine/", "tests/kernels/", "tests/store/")
+#: Where tests take longest, the longest first. Files that share a service are one piece of work. Dashboard
+#: and guide come first because they do not wait until the models of services are converted.
+LONG_FOLDERS = (
+    *("tests/web/", "tests/service/test_first_ten_minutes.py"),
+    *("tests/service/", "tests/worker/", "tests/engine/", "tests/kernels/", "tests/store/"),
+)
 #: A test file that imports more modules while it runs has brought in a large package.
 MANY_MODULES = 100
 

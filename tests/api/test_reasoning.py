@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import anthropic
 import httpx
 import ollama
 import openai
@@ -307,6 +306,8 @@ def test_a_response_cut_in_its_thinking_is_incomplete(qwen: Tokenizer) -> None:
 
 
 def test_anthropics_client_reads_blocks_of_thinking(qwen: Tokenizer) -> None:
+    import anthropic  # 3,000 modules, which other processes of the tests can do without
+
     gateway = gateway_of(qwen)
     with served_app(gateway) as url, anthropic.Anthropic(base_url=url, api_key="none") as client:
         whole = client.messages.create(

@@ -89,9 +89,11 @@ def test_mixed_batches_of_adapters_and_the_bare_model_give_the_best_tokens(name:
     tight = replace(ROOMY, max_batch_tokens=16, max_seqs=6, kv_bytes=kv_bytes(engine_for(name), 14))
     engine = engine_for(name, tight)
     add(engine, *turns_of(name))
+    admissions = admissions_of(engine)
 
-    for _ in ("first", "again, on the prefixes that the first has left"):
+    for num_rounds in (1, 2):  # the second on the prefixes that the first has left
         answers = run(engine, [request(engine, *each) for each in zip(asked, turns, strict=True)])
+        assert len(admissions) > num_rounds * len(asked), "nothing was preempted"
         check(name, asked, turns, answers)
 
 

@@ -40,8 +40,9 @@ def prompts(name: str, lengths: list[int] = LENGTHS, seed: int = 0) -> list[list
     return prompts_for(model.config.vocab_size, lengths, seed)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["llama-gqa", "opt-350m", "gemma3"])
 def test_greedy_tokens_are_those_of_transformers_generate(name: str) -> None:
+    """Elsewhere `assert_greedy` finds as much in the logits of one pass, which takes far less time."""
     model, _ = build(name)
     asked = prompts(name, [9])
     model.generation_config.eos_token_id = None
@@ -54,11 +55,9 @@ def test_greedy_tokens_are_those_of_transformers_generate(name: str) -> None:
     assert answer.finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize(
-    ("name", "budget"), [*((name, 7) for name in VARIANTS), *((name, 256) for name in FAMILIES)]
-)
-def test_mixed_batches_and_chunked_prefill_give_the_best_tokens(name: str, budget: int) -> None:
-    config = replace(ROOMY, max_batch_tokens=budget, max_seqs=4)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_mixed_batches_and_chunked_prefill_give_the_best_tokens(name: str) -> None:
+    config = replace(ROOMY, max_batch_tokens=7, max_seqs=4)
     asked = prompts(name)
 
     answers = ask(engine_for(name, config), asked, greedy())
@@ -216,7 +215,7 @@ def test_a_long_prompt_beside_decoding_soon_advances_by_many_tokens_on_a_slow_de
         assert_greedy("llama-gqa", prompt, answer.tokens)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "opt-350m", "falcon-40b"])
 def test_preempted_requests_come_back_with_the_best_tokens(name: str) -> None:
     asked = prompts(name)
     config = replace(ROOMY, max_batch_tokens=16, kv_bytes=kv_bytes(engine_for(name), 14))

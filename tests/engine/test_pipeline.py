@@ -17,7 +17,7 @@ from hearth.policy.batch.plan import StepPlan
 from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
 from tests.engine.pipeline_rig import LocalStages, pipeline_for
 from tests.engine.test_elastic import EXTENTS
-from tests.models.zoo import VARIANTS
+from tests.models.zoo import FAMILIES
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10, 12]]
 
@@ -34,7 +34,7 @@ def with_blocks(
     return engine
 
 
-@pytest.mark.parametrize("name", sorted(VARIANTS))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_in_stages_says_what_the_whole_one_says(name: str) -> None:
     whole = engine_for(name, ROOMY)
     num_layers = whole.runner.layers.decoder.arch.num_layers

@@ -30,10 +30,12 @@ from tests.engine.harness import (
     run,
 )
 from tests.engine.test_padded_steps import padded
-from tests.models.zoo import FAMILIES, VARIANTS, build
+from tests.models.zoo import VARIANTS, build
 
 #: Prompts are cut, run beside decodes, and have few rows of logits.
 CHUNKED = replace(ROOMY, max_batch_tokens=7, max_seqs=4)
+#: Read in whole prompts, too.
+WHOLE = ["llama-gqa", "opt-350m", "falcon-7b"]
 NUM_TOP = 3
 
 
@@ -108,13 +110,13 @@ def check_all(name: str, engine: Engine, lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [*((name, CHUNKED) for name in VARIANTS), *((name, ROOMY) for name in FAMILIES)]
+    ("name", "config"), [*((name, CHUNKED) for name in VARIANTS), *((name, ROOMY) for name in WHOLE)]
 )
 def test_embeddings_and_scores_are_those_of_transformers(name: str, config: EngineConfig) -> None:
     check_all(name, engine_for(name, config), [1, 17])
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "opt-350m", "falcon-7b"])
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("config", [ROOMY, CHUNKED], ids=["whole", "chunked"])
 def test_padding_changes_nothing_that_is_read(name: str, config: EngineConfig) -> None:
     check_all(name, padded(name, config), [1, 17])

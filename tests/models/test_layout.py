@@ -14,17 +14,18 @@ from tests.models.zoo import VARIANTS, build
 TINY = {"num_hidden_layers": 2, "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2}
 
 
-@pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_tensors_are_aligned_and_do_not_overlap(name: str, quant: str) -> None:
-    layout = layout_of(read_arch(build(name).directory), "float32", quant)
+def test_tensors_are_aligned_and_do_not_overlap(name: str) -> None:
+    arch = read_arch(build(name).directory)
+    for quant in QUANTS:
+        layout = layout_of(arch, "float32", quant)
 
-    assert layout.tensors[0].offset == 0
-    assert all(spec.offset % ALIGNMENT_BYTES == 0 for spec in layout.tensors)
-    assert all(
-        a.offset + a.nbytes <= b.offset < a.offset + a.nbytes + 4096 for a, b in pairwise(layout.tensors)
-    )
-    assert layout.num_bytes == layout.tensors[-1].end
+        assert layout.tensors[0].offset == 0
+        assert all(spec.offset % ALIGNMENT_BYTES == 0 for spec in layout.tensors)
+        assert all(
+            a.offset + a.nbytes <= b.offset < a.offset + a.nbytes + 4096 for a, b in pairwise(layout.tensors)
+        )
+        assert layout.num_bytes == layout.tensors[-1].end
 
 
 def test_dtypes_have_the_sizes_that_torch_gives_them() -> None:

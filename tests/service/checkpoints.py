@@ -62,7 +62,7 @@ def read_texts(smollm2: Path) -> None:
 
 
 def write_smollm2(directory: Path) -> Path:
-    convert(smollm2_file(), directory, dtype="float32")
+    convert(smollm2_file(), directory, dtype="float32", quant="none")
     return directory
 
 

@@ -34,6 +34,8 @@ from tests.service.harness import (
     running_services,
 )
 
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
 #: Makes all processes of a node older than the head: they lack the last optional field of each message that
 #: they send, and do not know a field of each that they get.
 OLDER = """

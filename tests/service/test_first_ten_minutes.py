@@ -1,4 +1,4 @@
-"""The guide for newcomers: all its commands succeed in their order, with SmolLM2."""
+"""The guide for newcomers: all its commands succeed in their order, with a tiny model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.speaking import save_speaking
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "first_ten_minutes"
 
@@ -17,8 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 def test_every_command_of_the_guide_succeeds(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEARTH_")}
+    (tmp_path / "model").mkdir()
+    model = save_speaking(tmp_path / "model")
     walked = subprocess.run(
-        [sys.executable, str(SCRIPT)],
+        [sys.executable, str(SCRIPT), str(model)],
         capture_output=True,
         text=True,
         env=kept | {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)},

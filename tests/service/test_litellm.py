@@ -70,9 +70,11 @@ def test_a_chat_is_answered_and_counted(complete: Any) -> None:
 
 @pytest.mark.client("litellm", "chat, streamed")
 def test_a_streamed_chat_comes_in_pieces(complete: Any) -> None:
-    pieces = [chunk.choices[0].delta.content or "" for chunk in complete(stream=True)]
+    whole = complete(model="tiny-a").choices[0].message.content
+    pieces = [chunk.choices[0].delta.content or "" for chunk in complete(model="tiny-a", stream=True)]
 
-    assert "Paris" in "".join(pieces)
+    assert whole
+    assert "".join(pieces) == whole
     assert len(pieces) > 1
 
 
@@ -95,7 +97,7 @@ def test_aider_gets_its_answers(service: Service, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OPENAI_API_BASE", f"{service.url}/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     asked = [
-        {"role": "system", "content": "Act as an expert software developer."},
+        {"role": "system", "content": "You answer in one word."},
         {"role": "user", "content": "Change the greeting."},
         {"role": "assistant", "content": "Ok."},
         *QUESTION,

@@ -34,7 +34,7 @@ GCS_PORT = 6379
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NODE_FLAGS = (
     *(f"--address={ADDRESSES[0]}:{GCS_PORT}", f"--node-ip-address={ADDRESSES[1]}"),
-    *("--num-cpus=1", "--node-name=second"),
+    *("--num-cpus=1", "--node-name=second", "--include-log-monitor=false"),
 )
 
 
@@ -57,6 +57,7 @@ def machines(**environment: str) -> Iterator[tuple[str, str]]:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ADDRESS": f"{ADDRESSES[0]}:{GCS_PORT}",  # of other Rays on this machine it finds files
             "PYTHONPATH": os.pathsep.join(sys.path),
+            "RAY_prestart_worker_first_driver": "0",  # nor would any driver here use them
             **environment,
         }
         for name, value in settings.items():
@@ -66,7 +67,7 @@ def machines(**environment: str) -> Iterator[tuple[str, str]]:
 
 def head_flags(root: str) -> tuple[str, ...]:
     where = (f"--node-ip-address={ADDRESSES[0]}", f"--port={GCS_PORT}", f"--temp-dir={root}")
-    return ("--head", "--num-cpus=0", "--include-dashboard=false", *where)
+    return ("--head", "--num-cpus=0", "--include-dashboard=false", "--include-log-monitor=false", *where)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import anthropic
 import ollama
 import pytest
 
@@ -95,6 +94,8 @@ def test_a_response_has_an_item_of_reasoning(service: Service) -> None:
 
 @pytest.mark.client("anthropic", "thinking with `budget_tokens`, streamed; `disabled`")
 def test_a_message_has_a_block_of_thinking(service: Service) -> None:
+    import anthropic
+
     asked: list[MessageParam] = [{"role": "user", "content": "Hi"}]
     with anthropic.Anthropic(
         base_url=service.url, api_key="none", max_retries=0, timeout=PATIENCE_S

@@ -84,10 +84,29 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+class Complaints(list[str]):
+    """What pages have said on their consoles, and addresses other than the service's that they asked for."""
+
+    def listen(self, page: Page, url: str) -> None:
+        page.on("console", lambda said: said.type in ("error", "warning") and self.append(said.text))
+        page.on("pageerror", lambda error: self.append(str(error)))
+        page.on("request", lambda one: one.url.startswith((url, "about:")) or self.append(one.url))
+
+    def assert_none(self) -> None:
+        # A browser notes each refusal by itself, such as of a wrong key.
+        found = [one for one in self if not re.search(r"status of 4\d\d", one)]
+        self.clear()
+        assert not found
+
+
+@pytest.fixture(scope="module")
+def complaints() -> Complaints:
+    return Complaints()
+
+
 @pytest.fixture
-def new_page(browser: Browser, service: Service) -> Iterator[NewPage]:
-    """No page may complain on its console, or ask anybody but the service."""
-    faults: list[str] = []
+def new_page(browser: Browser, service: Service, complaints: Complaints) -> Iterator[NewPage]:
+    """Pages in contexts of their own."""
     contexts = []
 
     def make(**options: object) -> Page:
@@ -95,21 +114,31 @@ def new_page(browser: Browser, service: Service) -> Iterator[NewPage]:
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
-        page.on("console", lambda said: said.type in ("error", "warning") and faults.append(said.text))
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("request", lambda one: one.url.startswith(service.url) or faults.append(one.url))
+        complaints.listen(page, service.url)
         return page
 
     yield make
     for context in contexts:
         context.close()
-    # A browser notes each refusal by itself, such as of a wrong key.
-    assert not [fault for fault in faults if not re.search(r"status of 4\d\d", fault)]
+    complaints.assert_none()
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser, service: Service, complaints: Complaints) -> Iterator[Page]:
+    with browser.new_context(base_url=service.url) as context:
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        complaints.listen(page, service.url)
+        yield page
 
 
 @pytest.fixture
-def page(new_page: NewPage) -> Page:
-    return new_page()
+def page(tab: Page, complaints: Complaints) -> Iterator[Page]:
+    """An empty page. Its process is shared, for starting one takes longer than most tests."""
+    yield tab
+    tab.evaluate("localStorage.clear()")
+    tab.goto("about:blank")
+    complaints.assert_none()
 
 
 @contextmanager

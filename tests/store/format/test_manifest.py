@@ -37,15 +37,15 @@ def _manifest(name: str = "llama-gqa", dtype: str = "float32", quant: str = "non
     return Manifest.of(arch, dtype, quant, chunks, CHUNK_BYTES, {"tokenizer.json": b"{}"})
 
 
-@pytest.mark.parametrize("quant", ["none", "int8", "fp8"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_what_is_written_is_read(name: str, quant: str) -> None:
-    manifest = _manifest(name, "bfloat16", quant)
+def test_what_is_written_is_read(name: str) -> None:
+    for quant in ("none", "int8", "fp8"):
+        manifest = _manifest(name, "bfloat16", quant)
 
-    read = parse_manifest(manifest.to_json(), "here")
+        read = parse_manifest(manifest.to_json(), "here")
 
-    assert read == manifest
-    assert read.digest == manifest.digest
+        assert read == manifest
+        assert read.digest == manifest.digest
 
 
 def test_a_manifest_that_differs_in_one_hash_has_another_digest() -> None:
