@@ -2,8 +2,8 @@
 
 The agent admits connections by their tickets and hands them over (`data_connection.py`). A chunk is
 leased until the receiver has it. Chunks in host memory are sent at once; others are read behind this node's
-own loads. What a node receives from others it sends on from host memory and disk alone. The head also gives
-out presigned URLs, by which nodes read object storage without its credentials.
+own loads. No node fetches from nodes to serve a node. The head also gives out presigned URLs, by which
+nodes read object storage without its credentials.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 
 from hearth.core.errors import ChunkMissing, HearthError, LoadCancelled, StoreError
 from hearth.core.node_messages import DropPeer
-from hearth.core.types import Digest, NodeId, Rung
+from hearth.core.types import Digest, NodeId
 from hearth.store.format.manifest import MANIFEST
 from hearth.store.tiers.model import StoredModel
 from hearth.store.tiers.remote import RemoteModel
@@ -32,6 +32,7 @@ from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.data_connection import HandedOver, receive, set_patience
 from hearth.store.transfer.fetch import HostChunk
 from hearth.store.transfer.owner_socket import OwnerSocket
+from hearth.store.transfer.peer_model import PeerModel
 from hearth.store.transfer.peer_stream import (
     FAILED,
     HEADER,
@@ -231,8 +232,8 @@ class _PeerSession:
     def _find(self, digest: Digest) -> StoredModel:
         if self._model is None or self._model.manifest.digest != digest:
             model = self._tiers.find(digest)
-            is_from_peers = model.remote is not None and model.remote.rung is Rung.PEER
-            self._model = replace(model, remote=None) if is_from_peers else model
+            is_of_peers = isinstance(model.remote, PeerModel)
+            self._model = replace(model, remote=model.remote.origin) if is_of_peers else model
         return self._model
 
     def _send_file(self, model: StoredModel, name: str) -> None:
