@@ -193,8 +193,8 @@ class _PeerSession:
     def _find(self, digest: Digest) -> StoredModel:
         if self._model is None or self._model.manifest.digest != digest:
             model = self._tiers.find(digest)
-            is_of_peers = isinstance(model.remote, PeerModel)
-            self._model = replace(model, remote=model.remote.origin) if is_of_peers else model
+            remote = model.remote.origin if isinstance(model.remote, PeerModel) else model.remote
+            self._model = replace(model, remote=remote)
         return self._model
 
     def _send_file(self, model: StoredModel, name: str) -> None:
