@@ -16,6 +16,7 @@ from hearth.control.datadir import DataDir
 from hearth.control.deploy.deployed import Deployed
 from hearth.control.link_receiver import LinkReceiver
 from hearth.control.multicasts import Multicasts
+from hearth.control.observe.views import LinkView
 from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.core import messages
 from hearth.core.config import ClusterConfig, HearthConfig
@@ -402,8 +403,16 @@ def test_chunks_that_a_node_could_not_keep_are_noted_until_it_is_removed(data_di
     play(data_dir, scene)
 
 
-def test_the_speed_of_a_link_is_shown_while_both_its_nodes_are_up(data_dir: DataDir) -> None:
+def test_the_speed_of_a_link_is_shown_while_both_its_nodes_are_up(
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scene(head: HeadRig) -> None:
+        own = asyncio.Queue[tuple[LinkSpeed, ...]]()
+
+        async def changes() -> tuple[tuple[HeldChunks, ...], tuple[LinkSpeed, ...]]:
+            return (), await own.get()
+
+        monkeypatch.setattr(head.rig.local, "changes", changes)
         lives = dict[str, NodeId]()
         channels = dict[str, Channel]()
         for name in ("gpu-1", "gpu-2"):
@@ -428,8 +437,14 @@ def test_the_speed_of_a_link_is_shown_while_both_its_nodes_are_up(data_dir: Data
             ("local", "gpu-2", 1e9),
             ("gpu-1", "gpu-2", 1e9),
         ]
+        await own.put((LinkSpeed(lives["gpu-1"], 2e9, 0.001),))
+        while len(shown()) < 5:
+            await asyncio.sleep(0.005)
+        assert shown()[-1] == ("gpu-1", "local", 2e9)
+        assert head.cluster.links_to(LOCAL) == (LinkView(lives["gpu-1"], 2e9),)
         await head.leave(channels["gpu-1"], lives["gpu-1"])
         assert shown() == [("local", "gpu-2", 1e9)]
+        assert head.cluster.links_to(LOCAL) == ()
 
     play(data_dir, scene)
 

@@ -44,14 +44,14 @@ def test_workers_are_told_of_a_directory_for_their_sockets(is_deep: bool) -> Non
         asyncio.run(scene(Path(folder) / ("d" * 80 if is_deep else "d")))
 
 
-def test_the_workers_of_a_head_ask_at_its_own_socket_and_its_keeper_asks_nothing(tmp_path: Path) -> None:
+def test_workers_and_keeper_of_a_machine_in_a_cluster_ask_at_its_own_socket(tmp_path: Path) -> None:
     async def scene() -> None:
         node = LocalNode(
             HearthConfig(), Devices("cpu", (0,), 1), tmp_path, tmp_path, None, Record(), credentials=tmp_path
         )
         setup = node._setup_of(0, WorkerId("w0"))
         assert (setup.agent_socket, setup.credentials) == (str(tmp_path / AGENT_SOCKET), str(tmp_path))
-        assert node.supervisor.keeper._setup.agent_socket is None
+        assert node.supervisor.keeper._setup.agent_socket == str(tmp_path / AGENT_SOCKET)
         await node.close()
 
     asyncio.run(scene())

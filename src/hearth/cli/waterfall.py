@@ -97,7 +97,7 @@ def _bars(spans: Sequence[TimelineSpan], width: int) -> Iterator[str]:
 
 
 def _rungs(explained: Explanation) -> Iterator[str]:
-    names = [f"{rung.rung} {rung.source}".rstrip() for rung in explained.rungs]
+    names = [_place(rung) for rung in explained.rungs]
     sizes = [size(rung.num_bytes) for rung in explained.rungs]
     remarks = [_pace(rung) for rung in explained.rungs]
     if explained.shared_bytes:
@@ -111,6 +111,11 @@ def _rungs(explained: Explanation) -> Iterator[str]:
         remarks.insert(0, f"already there, {size(come_bytes)} had to be loaded")
     for row in zip(_left(names), _right(sizes), remarks, strict=True):
         yield "  " + "  ".join(row)
+
+
+def _place(rung: RungView) -> str:
+    how = f" by {rung.transport}" if rung.transport else ""
+    return f"{rung.rung} {rung.source}".rstrip() + how
 
 
 def _pace(rung: RungView) -> str:

@@ -70,6 +70,7 @@ class Cluster:
         self._reasons: dict[str, str] = {}  #: why nodes were lost last, by name
         self._own_tickets = TicketIssuer()
         self._own_held: dict[Digest, messages.HeldChunks] = {}
+        self._links: dict[tuple[NodeId, NodeId], messages.LinkSpeed] = {}  #: by source and target
         self._known: dict[Digest, str] = {}  #: what the keeper of this machine was told
         self._num_starts_told = 0  #: the life of the keeper that was told last; 0: it has to be told
         self._are_places_stale = asyncio.Event()
@@ -196,10 +197,7 @@ class Cluster:
             case messages.ChunkReport(models):
                 self._chunks_held(node, models)
             case messages.LinkReport(links):
-                for link in links:
-                    if link.source == LOCAL or link.source in self._nodes.others:
-                        node.speeds[link.source] = link
-                        self._link_measured(link, node.node_id)
+                self._links_measured(links, node.node_id)
             case messages.AskSources() | messages.AskTicket():
                 node.channel.send(self._answer(message, node.node_id))
             case _:
@@ -214,11 +212,15 @@ class Cluster:
                 node.channel.send(messages.ForgetChunks(held.model))
         self._reports.node_reported(node.node_id, models)
 
-    def _link_measured(self, link: messages.LinkSpeed, target: NodeId) -> None:
-        self._metrics.link_speed.labels(name_of(link.source), name_of(target)).set(link.bytes_per_s)
-        self._driver.post(
-            events.LinkMeasured(self._driver.now_s, link.source, target, link.bytes_per_s, link.latency_s)
-        )
+    def _links_measured(self, links: Sequence[messages.LinkSpeed], target: NodeId) -> None:
+        now_s = self._driver.now_s
+        for link in links:
+            if link.source == LOCAL or link.source in self._nodes.others:
+                self._links[link.source, target] = link
+                self._metrics.link_speed.labels(name_of(link.source), name_of(target)).set(link.bytes_per_s)
+                self._driver.post(
+                    events.LinkMeasured(now_s, link.source, target, link.bytes_per_s, link.latency_s)
+                )
 
     def _open_worker(self, channel: Channel, opened: messages.WorkerOpened) -> None:
         node, worker = self._nodes.others.get(opened.node), opened.hello.worker
@@ -245,11 +247,9 @@ class Cluster:
         for link in list(node.links.values()):
             link.abort()
         node.channel.close()
-        for source in node.speeds:
-            self._metrics.link_speed.remove(name_of(source), node.name)
-        for other in self._nodes.others.values():
-            if other.speeds.pop(node.node_id, None) is not None:
-                self._metrics.link_speed.remove(node.name, other.name)
+        for ends in [ends for ends in self._links if node.node_id in ends]:
+            del self._links[ends]
+            self._metrics.link_speed.remove(*map(name_of, ends))
         self._tell_all(messages.DropPeer(node.node_id))
         self._data.drop_peer(node.node_id)
         self._driver.node_lost(node.node_id)
@@ -271,8 +271,9 @@ class Cluster:
         while True:
             if self._num_starts_told != self._nodes.local.supervisor.keeper.num_starts:
                 self.models_changed()
-            held, _ = await self._nodes.local.changes()  # the head fetches from no node
+            held, links = await self._nodes.local.changes()
             update_held(self._own_held, held)
+            self._links_measured(links, LOCAL)
 
     async def _tell_places(self) -> None:
         """Tell the keeper of this machine what others may ask of it, and all others what was removed."""
@@ -327,13 +328,13 @@ class Cluster:
     def _sources(self, number: int, model: Digest, asking: NodeId) -> messages.Sources:
         all_held = {LOCAL: self._own_held} | {one.node_id: one.held for one in self._nodes.others.values()}
         held_by = {node: held[model] for node, held in all_held.items() if model in held}
-        links = [link for one in self._nodes.others.values() for link in one.speeds.values()]
         is_here = "://" not in self._places().get(model, "://")
         senders: dict[NodeId, messages.HeldChunks | None] = {
             node: held for node, held in held_by.items() if node == LOCAL or self._knows_plans(node)
         }
         if is_here:
             senders[LOCAL] = None
+        links = list(self._links.values())
         plan = self._multicasts.plan_for(asking, model, self._loading(model), senders, links)
         sources = (messages.Source(node, held) for node, held in held_by.items() if node != asking)
         return messages.Sources(number, tuple(sources), plan)
@@ -440,10 +441,16 @@ class Cluster:
             budget_bytes=sum(one.hello.budget_bytes for one in workers if one.hello is not None),
             host_used_bytes=node.pulse.host_used_bytes,
             host_bytes=hello.host_bytes,
-            links=tuple(LinkView(one.source, one.bytes_per_s) for one in node.speeds.values()),
+            links=self.links_to(node.node_id),
             receives=self._receives(node.node_id),
             labels=node.labels,
             reason=node.pulse.trouble,
+        )
+
+    def links_to(self, target: NodeId) -> tuple[LinkView, ...]:
+        """Return how fast chunks have come to a node, by their source."""
+        return tuple(
+            LinkView(source, link.bytes_per_s) for (source, to), link in self._links.items() if to == target
         )
 
     def _receives(self, node: NodeId) -> dict[str, tuple[str, ...]]:

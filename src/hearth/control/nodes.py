@@ -29,7 +29,6 @@ class RemoteNode:
         self.tickets = TicketIssuer()
         self.links: dict[WorkerId, FrameLink] = {}
         self.held: dict[Digest, messages.HeldChunks] = {}  #: of models that it has chunks of
-        self.speeds: dict[NodeId, messages.LinkSpeed] = {}
         self.pulse = messages.NodePulse((), 0)
 
     @property

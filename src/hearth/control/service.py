@@ -46,7 +46,7 @@ from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
 from hearth.core.config import ClusterConfig, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError
-from hearth.core.types import LOCAL, Pace, pool_of
+from hearth.core.types import LOCAL, Pace, Transport, pool_of
 from hearth.node.devices import Devices
 from hearth.node.local_node import LocalNode, socket_directory
 from hearth.node.process_log import ProcessLog, logs_to_stderr
@@ -107,6 +107,7 @@ async def running(
         observer = Observer(
             metrics,
             takes_turns=service.turns,
+            between_nodes=Transport.TLS if config.cluster.encrypt_weights else Transport.TCP,
         )
         pools = PoolReports()
         obstacle = _snapshots_obstacle(config, data_dir)

@@ -115,11 +115,12 @@ def model_of(hosted: ModelId) -> ModelId:
 
 
 class Transport(StrEnum):
-    """How hidden states get from one member of a pipeline to the next."""
+    """How hidden states get from one member of a pipeline to the next, and weights to another node."""
 
     DEVICE = "device memory"  #: that both map
     SHARED = "shared memory"
     TLS = "TLS"
+    TCP = "TCP"  #: not encrypted, for weights alone
 
 
 def transport_between(one: WorkerId, gpu: int | None, other: WorkerId, other_gpu: int | None) -> Transport:

@@ -177,7 +177,6 @@ class Agent:
                 self,
                 template=self._template,
                 credentials=self._credentials.path,
-                is_head=False,
             )
             try:
                 await local.start()

@@ -56,13 +56,11 @@ class LocalNode:
         template: WorkerTemplate | None = None,
         *,
         credentials: Path | None = None,
-        is_head: bool = True,
     ) -> None:
         """`path`: the data directory. `receiver` takes what workers send, after this node itself.
 
-        `sockets`: a `socket_directory`, where the agent answers at `AGENT_SOCKET`, or the head its own
-        workers; the keeper of a head asks nothing. `credentials`: as in `KeeperSetup`; None outside of a
-        cluster. Others as in `Supervisor`.
+        `sockets`: a `socket_directory`, where the agent or the head answers at `AGENT_SOCKET`.
+        `credentials`: as in `KeeperSetup`; None outside of a cluster. Others as in `Supervisor`.
         """
         self.config, self.devices = config, devices
         self._path, self._sockets, self._receiver = path, sockets, receiver
@@ -81,7 +79,7 @@ class LocalNode:
                 disk_bytes=store.disk_bytes,
                 host_bytes=store.host_bytes,
                 log_level=config.log.level,
-                agent_socket=None if is_head else self._agent_socket,
+                agent_socket=self._agent_socket,
                 credentials=self._credentials,
                 peers_socket=None if credentials is None else str(sockets / PEERS_SOCKET),
                 max_send_bytes=config.cluster.max_send_bytes,

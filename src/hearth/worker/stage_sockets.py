@@ -23,8 +23,8 @@ from hearth.core.errors import ServiceError, Unreachable
 from hearth.core.node_messages import DropPeer
 from hearth.core.types import NodeId, WorkerId, node_of, stage_socket
 from hearth.store.transfer.data_connection import call, receive, show_ticket
-from hearth.store.transfer.owner_socket import OwnerSocket
 from hearth.store.transfer.peer_stream import AgentClient
+from hearth.store.transfer.session_server import Session, SessionServer
 
 #: Time for each step until a connection is confirmed.
 CONNECT_S = 10.0
@@ -96,30 +96,17 @@ class StageListener:
         self._sources: WeakKeyDictionary[socket.socket, NodeId] = WeakKeyDictionary()  #: of other machines
         self._dropped: set[NodeId] = set()  #: lost or removed; ids of nodes are never used again
         self._is_closing = False
-        self._listener = OwnerSocket(stage_socket(stages_path, own))
-        self._thread = threading.Thread(target=self._accept, name="hearth-stages", daemon=True)
-        self._thread.start()
+        self._server = SessionServer[Session](stage_socket(stages_path, own), "hearth-stages")
+        self._server.start(self._check)
 
     def close(self) -> None:
         """Take no more connections, also none that is being checked. Closing again is harmless."""
         with self._lock:
-            if self._is_closing:
-                return
             self._is_closing = True
-        self._listener.stop()
-        self._thread.join()
-        self._listener.close()
+        self._server.close()
 
-    def _accept(self) -> None:
-        while not self._is_closing:
-            try:
-                caller = self._listener.accept()
-                threading.Thread(
-                    target=self._serve, args=(caller,), name="hearth-stage-caller", daemon=True
-                ).start()
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
-                if not self._is_closing:
-                    log.error("stage_not_accepted path=%s reason=%s", self._listener.path, error)
+    def _check(self, caller: socket.socket) -> None:
+        threading.Thread(target=self._serve, args=(caller,), name="hearth-stage-caller", daemon=True).start()
 
     def _serve(self, caller: socket.socket) -> None:
         try:
@@ -138,7 +125,7 @@ class StageListener:
             self._take(told.encrypt(self._credentials, CONNECT_S), told.source)
         except (OSError, ValueError) as error:
             caller.close()
-            log.warning("stage_refused path=%s reason=%s", self._listener.path, error)
+            log.warning("stage_refused path=%s reason=%s", self._server.path, error)
 
     def _take(self, connection: socket.socket, source: NodeId | None) -> None:
         """`source` None: this machine."""

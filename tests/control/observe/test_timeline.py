@@ -11,7 +11,7 @@ from hearth.control.observe.timeline import MAX_EXPLAINED, MAX_WAITS, Timeline, 
 from hearth.control.requests.caller import ANYBODY, OPERATOR, Caller, GroupId
 from hearth.control.requests.correlation import Correlation, TraceParent
 from hearth.core.messages import AdapterLoaded, ModelLoaded, RungBytes
-from hearth.core.types import AdapterId, ModelId, RequestId, Rung, TurnEnd, WorkerId
+from hearth.core.types import AdapterId, ModelId, RequestId, Rung, Transport, TurnEnd, WorkerId
 from hearth.policy.fleet.events import Option
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
@@ -35,6 +35,17 @@ def loaded() -> ModelLoaded:
         total_s=0.5,
         place_s=0.2,
     )
+
+
+def test_bytes_of_another_node_are_told_with_node_transport_and_speed() -> None:
+    line = timeline()
+    load = LoadLog(W0, 100.0)
+    line.placed(100.0, W0, "free_room", (), load)
+    rungs = (RungBytes(Rung.DISK, 1_000_000, 0.1), RungBytes(Rung.PEER, 3 << 30, 3.0, "gpu-2"))
+    load.succeed(104.0, structs.replace(loaded(), rungs=rungs))
+    assert [use.transport for use in explain(line, 105.0).rungs] == [None, Transport.TLS]
+    told = "\n".join(waterfall(explain(line, 105.0, Transport.TCP), 80))
+    assert "peer gpu-2 by TCP  3.0 GiB  in 3.000 s, 1.07 GB/s" in told
 
 
 def test_a_warm_request_is_queue_prefill_and_decode() -> None:

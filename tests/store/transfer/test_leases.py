@@ -644,7 +644,7 @@ def test_a_server_without_room_for_a_connection_serves_on(
     monkeypatch.setattr(socket.socket, "accept", accept_later)
     with serving(tmp_path, path):
         LeaseClient(path).close()
-    assert [record.msg.split()[0] for record in caplog.records] == ["lease_client_not_accepted"]
+    assert [record.msg.split()[0] for record in caplog.records] == ["connection_not_taken"]
 
 
 def test_a_server_without_a_thread_for_a_client_or_a_load_serves_on(

@@ -81,7 +81,7 @@ def test_sends_leave_cores_and_the_link_to_other_work(is_encrypted: bool) -> Non
         assert isinstance(granted, TicketGranted)
         with closing(PeerStream.open(sender.node.name, granted, receiver.folder, 30.0)) as stream:
             assert asks(stream._socket), "a refusal, so it is being served"
-            (session,) = sender.server._sessions
+            (session,) = sender.server._server.sessions
             assert session._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == TC_PRIO_BULK
             niceness = {
                 thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
@@ -106,7 +106,7 @@ def test_a_limited_sender_paces_its_connections_and_counts_what_it_sends(
         with closing(PeerStream.open(sender.node.name, granted, receiver.folder, 30.0)) as stream:
             buffer = bytearray(model.manifest.chunks[0].num_bytes)
             stream.read_chunk(model.manifest.digest, 0, memoryview(buffer), lambda: True, turn=turn)
-            (session,) = sender.server._sessions
+            (session,) = sender.server._server.sessions
             assert session._socket.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) == limit.bytes_per_s
         assert buffer == weights(tmp_path / "tiny")[: len(buffer)]
         assert limit._free_at_s > 0.0

@@ -34,7 +34,6 @@ from hearth.models.layout import layout_of
 from hearth.store.format.manifest import MANIFEST, WEIGHTS, Manifest, TextFile, chunk_of, digest_of
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.tiers.model import StoredModel
-from hearth.store.tiers.remote import RemoteModel
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer import fetch_plan, peer_server
 from hearth.store.transfer.fetch import Fetch, HostChunk
@@ -490,8 +489,10 @@ class TestObjectStorage:
     ) -> None:
         monkeypatch.setattr(peer_server, "SIGNED_S", 3.0)
         with a_store(any_cluster, "local") as head, a_store(any_cluster, "gpu-2") as store:
-            remote = head.tiers.open(head.tiers.resolve(bucket)).remote
-            assert isinstance(remote, RemoteModel)
+            opened = head.tiers.open(head.tiers.resolve(bucket)).remote
+            assert isinstance(opened, PeerModel)
+            assert opened.origin is not None
+            remote = opened.origin
             num_requests = remote.counters.num_requests
             for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
                 monkeypatch.delenv(name)
@@ -540,6 +541,34 @@ class TestObjectStorage:
             del cluster.said[other.node.name]
             data, sources = load(store, source)
             assert (data, set(sources[1:])) == (weights(source), {"b"})
+
+    def test_the_head_loads_from_nodes_and_from_its_object_storage(
+        self, cluster: Cluster, source: Path, server: BadServer
+    ) -> None:
+        with a_store(cluster, "local") as head, a_store(cluster, "gpu-2") as other:
+            model = head.tiers.open(head.tiers.resolve(f"{server.url}/tiny"))
+            held = other.tiers.open(source)
+            cluster.said[other.node.name] = holding(held, range(2))
+            num_asked = len(server.asked)
+            data, sources = take(head.tiers.fetch(model, all_chunks(model)))
+            assert data == weights(source)
+            assert "gpu-2" in sources[:2]
+            assert set(sources[2:]) == {"object"}
+            assert len(server.asked) - num_asked == sources.count("object")
+            assert head.tiers.peers is not None
+            assert [link.source for link in head.tiers.peers.links()] == [other.node.name]
+
+    def test_the_head_goes_on_with_object_storage_that_has_failed(
+        self, cluster: Cluster, source: Path, server: BadServer
+    ) -> None:
+        with a_store(cluster, "local") as head:
+            model = head.tiers.open(head.tiers.resolve(f"{server.url}/tiny"))
+            server.plan.append(bad_server.says(403))
+            with pytest.raises(Unreachable, match="403"):
+                take(head.tiers.fetch(model, [0]))
+            server.plan.append(bad_server.flips_a_bit)
+            data, sources = take(head.tiers.fetch(model, all_chunks(model)))
+            assert (data, set(sources)) == (weights(source), {"object"})
 
     def test_a_model_that_was_deployed_from_a_directory_has_no_url(
         self, cluster: Cluster, source: Path, caplog: pytest.LogCaptureFixture

@@ -53,7 +53,7 @@ function Bytes({ one }) {
     <h3>Bytes loaded</h3>
     <table><tbody>
       ${one.reused_bytes > 0 && html`<tr><td>device</td><td class="figure">${bytes(one.reused_bytes)}</td><td class="muted">already there</td></tr>`}
-      ${one.rungs.map((rung, index) => html`<tr key=${index}><td>${rung.rung} ${rung.source}</td><td class="figure">${bytes(rung.num_bytes)}</td>
+      ${one.rungs.map((rung, index) => html`<tr key=${index}><td>${rung.rung} ${rung.source}${rung.transport ? ` by ${rung.transport}` : ""}</td><td class="figure">${bytes(rung.num_bytes)}</td>
         <td class="muted">in ${seconds(rung.seconds)}${rung.seconds > 0 ? `, ${(rung.num_bytes / rung.seconds / 1e9).toFixed(2)} GB/s` : ""}</td></tr>`)}
       ${one.shared_bytes > 0 && html`<tr><td>shared</td><td class="figure">${bytes(one.shared_bytes)}</td><td class="muted">read by another load</td></tr>`}
     </tbody></table>`;

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from hearth.control.observe.load_log import LoadLog, place_of, slowest_tier
 from hearth.control.observe.timeline import MIN_WAIT_S, Timeline, TurnWait, adapter_bytes
 from hearth.control.observe.views import Explanation, RequestView, RungView, TimelineMark, TimelineSpan
+from hearth.core.types import Rung, Transport
 
 
-def explain(timeline: Timeline, now_s: float) -> Explanation:
+def explain(timeline: Timeline, now_s: float, between_nodes: Transport = Transport.TLS) -> Explanation:
+    """`between_nodes`: how weights get from one node to another."""
     began, load = timeline.arrived_s, _awaited(timeline)
     loaded = None if load is None else load.loaded
     return Explanation(
@@ -31,9 +33,16 @@ def explain(timeline: Timeline, now_s: float) -> Explanation:
         tokens_per_s=_tokens_per_s(timeline),
         reused_bytes=0 if loaded is None else loaded.reused_bytes,
         shared_bytes=0 if loaded is None else loaded.shared_bytes,
-        rungs=()
-        if loaded is None
-        else tuple(RungView(use.rung, use.num_bytes, use.seconds, use.source) for use in loaded.rungs),
+        rungs=tuple(
+            RungView(
+                use.rung,
+                use.num_bytes,
+                use.seconds,
+                use.source,
+                between_nodes if use.rung is Rung.PEER else None,
+            )
+            for use in (() if loaded is None else loaded.rungs)
+        ),
         num_preemptions=timeline.num_preemptions,
         num_resumes=max(0, len(timeline.stays) - 1 - timeline.num_moves),
         num_pauses=timeline.num_pauses,

@@ -20,7 +20,17 @@ from hearth.control.observe.views import Explanation
 from hearth.control.requests.active_request import ActiveRequest
 from hearth.control.requests.caller import Caller
 from hearth.core.messages import AdapterLoaded, LoadProgress, ModelLoaded, StepDone
-from hearth.core.types import FinishReason, ModelId, Pipeline, RequestId, WorkerId, model_of, name_of, node_of
+from hearth.core.types import (
+    FinishReason,
+    ModelId,
+    Pipeline,
+    RequestId,
+    Transport,
+    WorkerId,
+    model_of,
+    name_of,
+    node_of,
+)
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
 from hearth.policy.fleet.gpu_time import GpuTime
@@ -36,9 +46,10 @@ class Observer:
         metrics: Metrics,
         *,
         takes_turns: bool = False,
+        between_nodes: Transport = Transport.TLS,
     ) -> None:
-        """`takes_turns`: models that do not fit together do."""
-        self._metrics, self._takes_turns = metrics, takes_turns
+        """`takes_turns`: models that do not fit together do. `between_nodes`: as in `explain`."""
+        self._metrics, self._takes_turns, self._between_nodes = metrics, takes_turns, between_nodes
         self._in_turn: set[tuple[WorkerId, ModelId]] = set()
         self._pipelines: dict[tuple[WorkerId, ModelId], Pipeline] = {}  #: by each member
         self._loads = LoadLogs()
@@ -57,7 +68,7 @@ class Observer:
 
     def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
         timeline = self.recent.find(request_id, caller)
-        return None if timeline is None else explain(timeline, now_s)
+        return None if timeline is None else explain(timeline, now_s, self._between_nodes)
 
     def close(self) -> None:
         """From now on, a worker that leaves is not counted as lost."""

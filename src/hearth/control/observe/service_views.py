@@ -101,6 +101,7 @@ class ServiceViews:
             budget_bytes=sum(one.hello.budget_bytes for one in workers if one.hello is not None),
             host_used_bytes=0 if host is None else host.used_bytes,
             host_bytes=0 if host is None else host.budget_bytes,
+            links=() if self.cluster is None else self.cluster.links_to(LOCAL),
             labels=self._nodes.local.labels,
             reason=self._nodes.local.trouble(),
         )

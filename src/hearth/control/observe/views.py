@@ -221,6 +221,7 @@ class RungView:
     num_bytes: int
     seconds: float
     source: str = ""  #: the node that sent them; empty: the worker's own, or object storage
+    transport: Transport | None = None  #: None: no other node has sent them
 
 
 @dataclass(frozen=True, slots=True)

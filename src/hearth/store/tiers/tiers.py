@@ -87,7 +87,7 @@ class Tiers:
         `keeps_chunks`: host memory keeps chunks for the next load. Not where the device is the CPU, which
         would hold models twice: chunks then pass through `CPU_HOST_BYTES` at most, and the page cache keeps
         them.
-        `peers`: other nodes, for models at `hearth://DIGEST`.
+        `peers`: other nodes, for models at `hearth://DIGEST` and, on the head, in object storage.
         """
         assert keeps_chunks or not is_pinned, "pages that are pinned cannot be given back"
         self.keeps_chunks = keeps_chunks
@@ -334,7 +334,10 @@ class Tiers:
 
     def _remote_files(self, address: RemoteAddress) -> RemoteFiles:
         if not address.url.startswith(PEERS):
-            return RemoteModel(address.url)
+            origin = RemoteModel(address.url)
+            if self.peers is None or address.version is None:
+                return origin
+            return PeerModel(self.peers, Digest(address.version), origin)
         if self.peers is None:
             raise StoreError(f"`{address}` is a model of other nodes, and this one is in no cluster; join it")
         return PeerModel(self.peers, Digest(str(address.version)))

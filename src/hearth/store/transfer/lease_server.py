@@ -41,12 +41,9 @@ from hearth.store.transfer.lease_messages import (
     refusal,
     send,
 )
-from hearth.store.transfer.owner_socket import OwnerSocket
 from hearth.store.transfer.record import Delivery, totals_by_rung
+from hearth.store.transfer.session_server import SessionServer
 from hearth.system.standing_threads import StandingThreads, ThreadTask
-
-#: Before the next attempt to accept, when the system has no room for one more connection.
-ACCEPT_DELAY_S = 0.1
 
 #: Models that any worker has opened, by digest and directory: copies of a model share a digest. The single
 #: operations of a dict are atomic, so it needs no lock.
@@ -59,74 +56,21 @@ class LeaseServer:
     """Serves a socket until it is closed; the tiers stay open."""
 
     def __init__(self, tiers: Tiers, path: Path) -> None:
-        """Listen at `path`. Raises as `OwnerSocket`."""
-        self._tiers = tiers
-        self._models: OpenedModels = {}
+        """Listen at `path`. Raises as `SessionServer`."""
+        models: OpenedModels = {}
         self._senders = StandingThreads("hearth-lease")
-        self._threads: dict[_Session, threading.Thread] = {}
-        self._lock = threading.Lock()  #: guards the threads: sessions end on their own
-        self._is_closing = threading.Event()
-        self._socket = OwnerSocket(path)
+        self._server = SessionServer[_Session](path, "hearth-lease")
         if tiers.keeps_chunks:
             tiers.segment.touch_in_background()  # which workers then pin
-        self._thread = threading.Thread(target=self._accept, name="hearth-lease", daemon=True)
-        self._thread.start()
+        self._server.start(lambda connection: _Session(tiers, models, self._senders, connection))
 
     @property
     def num_sessions(self) -> int:
-        with self._lock:
-            return len(self._threads)
+        return len(self._server.sessions)
 
     def close(self) -> None:
         """Close all connections and take all chunks back. Closing again is harmless."""
-        if self._is_closing.is_set():
-            return
-        self._is_closing.set()
-        self._socket.stop()
-        self._thread.join()
-        self._socket.close()
-        with self._lock:
-            threads = dict(self._threads)
-        for session in threads:
-            session.hang_up()
-        for thread in threads.values():
-            thread.join()
-
-    def _accept(self) -> None:
-        is_failing = False  # one log line for a run of failures
-        while True:
-            try:
-                self._welcome(self._socket.accept())
-            except (OSError, RuntimeError) as error:  # no room for one more connection, or its thread
-                if self._is_closing.is_set():
-                    return
-                if not is_failing:
-                    log.error("lease_client_not_accepted path=%s reason=%s", self._socket.path, error)
-                is_failing = True
-                self._is_closing.wait(ACCEPT_DELAY_S)
-                continue
-            is_failing = False
-
-    def _welcome(self, connection: socket.socket) -> None:
-        """Serve a worker on a thread of its own. Raises RuntimeError if there can be no more threads."""
-        session = _Session(self._tiers, self._models, self._senders, connection)
-        thread = threading.Thread(target=self._serve, args=(session,), name="hearth-lease", daemon=True)
-        with self._lock:
-            self._threads[session] = thread
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                del self._threads[session]
-            connection.close()
-            raise
-
-    def _serve(self, session: _Session) -> None:
-        try:
-            session.run()
-        finally:
-            with self._lock:
-                del self._threads[session]
+        self._server.close()
 
 
 class _Session:
@@ -154,8 +98,6 @@ class _Session:
             pass  # the worker is gone; every session ends so
         except StoreError as error:
             log.warning("lease_client_dropped reason=%s", error)
-        finally:
-            self._end()
 
     def hang_up(self) -> None:
         with suppress(OSError):
@@ -413,7 +355,7 @@ class _Session:
     def _is_open(self, model: StoredModel) -> bool:
         return _key(model) in self._models
 
-    def _end(self) -> None:
+    def close(self) -> None:
         """Take back all unreleased chunks, whether the worker closed or died."""
         if self._fetch is not None:
             self._fetch.cancel()

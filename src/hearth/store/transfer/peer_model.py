@@ -1,7 +1,7 @@
 """A model on other nodes, as a store that lacks chunks of it sees it: which nodes have which chunks.
 
-Asks the agent of this node who has what, and the head for a URL in object storage. Which of them sends a
-chunk, `peers.py` decides.
+Asks the agent of this node who has what, and the head for a URL in object storage, which the head itself
+reads with its credentials. Which of them sends a chunk, `peers.py` decides.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class _Holder:
 class PeerModel:
     """A model on other nodes: `RemoteFiles`. Many threads may read."""
 
-    rung = Rung.PEER
-
-    def __init__(self, peers: Peers, digest: Digest) -> None:
-        self.digest = digest
-        self.url = f"hearth://{digest}"
+    def __init__(self, peers: Peers, digest: Digest, origin: RemoteModel | None = None) -> None:
+        """`origin`: the object storage of the model, on the head; None: the head is asked for all else."""
+        self.digest, self.origin = digest, origin
+        self.url = f"hearth://{digest}" if origin is None else origin.url
+        self.rung = Rung.PEER if origin is None else origin.rung
         self._peers = peers
         self._holders: tuple[_Holder, ...] = ()  #: replaced as a whole
         self._file_digests: Mapping[str, Digest] = {}  #: replaced as a whole
@@ -56,8 +56,9 @@ class PeerModel:
         self._told_plan: tuple[PlannedFetch, ...] = ()
         self.plan = FetchPlan()  #: that the load under way follows; replaced as a whole
         self._is_followed = False
-        self._store: RemoteModel | None = None  #: read by a presigned URL; None: there is none, or not yet
-        self._next_sign_s = -math.inf  #: before this the head is not asked for a URL
+        self._store = origin  #: else read by a presigned URL; None: there is none, or not yet
+        #: Before this the head is not asked for a URL.
+        self._next_sign_s = -math.inf if origin is None else math.inf
         self._looking = threading.Lock()  #: one thread asks agent or head, the others wait for its answer
 
     def holders(self, index: int | None = None, *, is_host_only: bool = False) -> list[NodeId]:
@@ -135,7 +136,7 @@ class PeerModel:
         try:
             return _read_stored(store, manifest, index, buffer, is_wanted)
         except Unreachable:
-            if store is None or not store.was_refused:
+            if store is None or store is self.origin or not store.was_refused:
                 raise
         with self._looking:
             if self._store is store:
@@ -146,6 +147,8 @@ class PeerModel:
         self._looked_s = -math.inf
 
     def read_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+        if self.origin is not None:
+            return self.origin.read_file(name, max_bytes)
         self.look_for_sources()
         return self._peers.read_file(self, name, max_bytes)
 
@@ -184,6 +187,8 @@ class PeerModel:
         )
 
     def report_corrupt(self, source: str) -> None:
+        if self.origin is not None and source == self.store:  # it may be the only one
+            return
         self._peers.suspend(
             NodeId(source), self._peers.patience.distrusted_s, f"it sent wrong bytes of {self.url}"
         )

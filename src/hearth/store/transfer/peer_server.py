@@ -2,8 +2,8 @@
 
 The agent admits connections by their tickets and hands them over (`data_connection.py`). A chunk is
 leased until the receiver has it. Chunks in host memory are sent at once; others are read behind this node's
-own loads. What a node receives from others it sends on from host memory and disk alone. The head also gives
-out presigned URLs, by which nodes read object storage without its credentials.
+own loads. No node fetches from nodes to serve a node. The head also gives out presigned URLs, by which
+nodes read object storage without its credentials.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from hearth.core.errors import ChunkMissing, HearthError, LoadCancelled, StoreError
 from hearth.core.node_messages import DropPeer
-from hearth.core.types import Digest, NodeId, Rung
+from hearth.core.types import Digest, NodeId
 from hearth.store.format.manifest import MANIFEST
 from hearth.store.tiers.model import StoredModel
 from hearth.store.tiers.remote import RemoteModel
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.data_connection import HandedOver, receive, set_patience
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.owner_socket import OwnerSocket
+from hearth.store.transfer.peer_model import PeerModel
 from hearth.store.transfer.peer_stream import (
     FAILED,
     HEADER,
@@ -42,6 +43,7 @@ from hearth.store.transfer.peer_stream import (
     failure_line,
 )
 from hearth.store.transfer.send_turns import SendLimit, SendTurns
+from hearth.store.transfer.session_server import SessionServer
 
 MAX_CONNECTIONS = 256
 #: After this a receiver needs another ticket.
@@ -76,92 +78,41 @@ class PeerServer:
         limit: SendLimit | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        """Take connections at `path`; raises as `OwnerSocket`.
+        """Take connections at `path`; raises as `SessionServer`.
 
         `credentials`: the directory of this node's certificate, for connections that are encrypted.
         """
-        self._tiers, self._credentials, self._stall_s = tiers, credentials, stall_s
-        self._limit = limit
         #: Chunks leased at once. This node's own loads need cells, too.
-        self._slots = threading.BoundedSemaphore(max(1, tiers.segment.num_cells // 4))
-        self._turns = SendTurns()
-        self._sessions: dict[_PeerSession, threading.Thread] = {}
-        self._lock = threading.Lock()  #: guards the sessions, which end on their own
-        self._is_closing = False
+        slots = threading.BoundedSemaphore(max(1, tiers.segment.num_cells // 4))
+        self._session_of = partial(_PeerSession, tiers, slots, SendTurns(), limit, credentials, stall_s)
+        self._stall_s = stall_s
         tiers.fetcher.start_far_readers()  # started by a thread that sends, they would be as nice
-        self._listener = OwnerSocket(path)
-        self._thread = threading.Thread(target=self._accept, name="hearth-peers", daemon=True)
-        self._thread.start()
+        self._server = SessionServer[_PeerSession](path, "hearth-peer")
+        self._server.start(self._welcome)
 
     def close(self) -> None:
         """Cut off all receivers and release their chunks. Closing again is harmless."""
-        if self._is_closing:
-            return
-        self._is_closing = True
-        self._listener.stop()
-        self._thread.join()
-        self._listener.close()
-        with self._lock:
-            sessions = dict(self._sessions)
-        for session in sessions:
-            session.hang_up()
-        for thread in sessions.values():
-            thread.join()
+        self._server.close()
 
-    def _accept(self) -> None:
-        while not self._is_closing:
-            try:
-                with self._listener.accept() as agent:
-                    agent.settimeout(self._stall_s)
-                    told = receive(agent)
-                match told:
-                    case HandedOver():
-                        self._start(told)
-                    case DropPeer(node):
-                        self._drop(node)
-                    case None:
-                        raise ConnectionError("the keeper serves processes of this machine elsewhere")
-            except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no thread can be started
-                if not self._is_closing:
-                    log.error("peer_not_accepted path=%s reason=%s", self._listener.path, error)
+    def _welcome(self, agent: socket.socket) -> _PeerSession | None:
+        with agent:
+            agent.settimeout(self._stall_s)
+            told = receive(agent)
+        match told:
+            case DropPeer(node):
+                self._drop(node)
+                return None
+            case None:
+                raise ConnectionError("the keeper serves processes of this machine elsewhere")
+        if len(self._server.sessions) >= MAX_CONNECTIONS:
+            told.connection.close()
+            raise OSError(f"{MAX_CONNECTIONS} connections of other nodes are open, which is the limit")
+        return self._session_of(told)
 
     def _drop(self, node: NodeId) -> None:
-        with self._lock:
-            dropped = [session for session in self._sessions if session.source == node]
-        for session in dropped:
-            session.hang_up()
-
-    def _start(self, given: HandedOver) -> None:
-        session = _PeerSession(self._tiers, self._slots, self._turns, self._limit, given, self._stall_s)
-        thread = threading.Thread(target=self._run, args=(session,), name="hearth-peer", daemon=True)
-        with self._lock:
-            is_full = len(self._sessions) >= MAX_CONNECTIONS
-            if not is_full:
-                self._sessions[session] = thread
-        if is_full:
-            given.connection.close()
-            raise OSError(f"{MAX_CONNECTIONS} connections of other nodes are open, which is the limit")
-        try:
-            thread.start()
-        except RuntimeError:
-            self._forget(session)
-            given.connection.close()
-            raise
-
-    def _run(self, session: _PeerSession) -> None:
-        os.nice(_NICENESS)  # of this thread alone
-        try:
-            session.run(self._credentials)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, StoreError) as error:
-            if not self._is_closing:
-                log.warning("peer_dropped reason=%s", error)
-        finally:
-            session.end()
-            self._forget(session)
-
-    def _forget(self, session: _PeerSession) -> None:
-        with self._lock:
-            del self._sessions[session]
+        for session in self._server.sessions:
+            if session.source == node:
+                session.hang_up()
 
 
 class _PeerSession:
@@ -173,11 +124,13 @@ class _PeerSession:
         slots: threading.BoundedSemaphore,
         turns: SendTurns,
         limit: SendLimit | None,
-        given: HandedOver,
+        credentials: Path | None,
         stall_s: float,
+        given: HandedOver,
     ) -> None:
         self._tiers, self._slots, self._turns, self._limit = tiers, slots, turns, limit
-        self._given, self._stall_s = given, stall_s
+        self._credentials, self._stall_s, self._given = credentials, stall_s, given
+        self._is_hung_up = False
         self.source, self._socket = given.source, given.connection
         self._socket.settimeout(None)  # the agent's descriptor does not block
         set_patience(self._socket, stall_s)
@@ -187,10 +140,29 @@ class _PeerSession:
         self._received = b""
         self._model: StoredModel | None = None
 
-    def run(self, credentials: Path | None) -> None:
+    def run(self) -> None:
+        os.nice(_NICENESS)  # of this thread alone
+        try:
+            self._answer_all()
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, StoreError) as error:
+            if not self._is_hung_up:
+                log.warning("peer_dropped reason=%s", error)
+
+    def hang_up(self) -> None:
+        self._is_hung_up = True
+        with suppress(OSError):  # not that of SSLSocket, after which its thread would send in clear
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        # What was not received lies in cells that now hold other chunks soon.
+        with suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._socket.close()
+
+    def _answer_all(self) -> None:
         """Answer requests until the other side closes, or needs another ticket: it may have been removed."""
         if self._given.is_encrypted:
-            self._socket = self._given.encrypt(credentials, self._stall_s)
+            self._socket = self._given.encrypt(self._credentials, self._stall_s)
         until_s = time.monotonic() + MAX_SESSION_S
         while True:
             set_patience(self._socket, IDLE_S)
@@ -205,16 +177,6 @@ class _PeerSession:
                 self._answer(request)
             except HearthError as error:
                 self._socket.sendall(HEADER.pack(0, FAILED) + failure_line(str(error)))
-
-    def hang_up(self) -> None:
-        with suppress(OSError):  # not that of SSLSocket, after which its thread would send in clear
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-    def end(self) -> None:
-        # What was not received lies in cells that now hold other chunks soon.
-        with suppress(OSError):
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        self._socket.close()
 
     def _answer(self, request: PeerRequest) -> None:
         if request.file is not None:
@@ -231,8 +193,8 @@ class _PeerSession:
     def _find(self, digest: Digest) -> StoredModel:
         if self._model is None or self._model.manifest.digest != digest:
             model = self._tiers.find(digest)
-            is_from_peers = model.remote is not None and model.remote.rung is Rung.PEER
-            self._model = replace(model, remote=None) if is_from_peers else model
+            remote = model.remote.origin if isinstance(model.remote, PeerModel) else model.remote
+            self._model = replace(model, remote=remote)
         return self._model
 
     def _send_file(self, model: StoredModel, name: str) -> None:

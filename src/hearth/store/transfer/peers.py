@@ -89,6 +89,8 @@ class _Node:
         return "://" in self.name
 
     def has_room(self, num_bytes: int) -> bool:
+        if self.is_store and self.rate.bytes_per_s is not None:  # it answers, and is made for many requests
+            return True
         wanted = (self.rate.bytes_per_s or 0.0) * IN_FLIGHT_S / num_bytes
         return self.num_in_flight < min(max(wanted, MIN_STREAMS), MAX_STREAMS)
 
@@ -217,7 +219,9 @@ class Peers:
                     want.refused.add(node.name)
             except Unreachable as error:
                 failures.append(error)
-                if node.is_store:
+                if model.origin is not None and node.is_store:  # which has tried again
+                    want.refused.add(node.name)
+                elif node.is_store:
                     self.suspend(node.name, self.patience.store_s, error)
             finally:
                 self._done(node, want.num_bytes, seconds)
@@ -447,8 +451,9 @@ def _holders_of(want: _Want) -> list[NodeId]:
 
 
 def _sources_of(want: _Want) -> list[NodeId]:
-    """Return what has the chunk, and the head, which may fetch it."""
-    return _holders_of(want) if want.is_host_only else [*_holders_of(want), LOCAL]
+    """Return what has the chunk, and the head, which may fetch it, unless this is the head."""
+    has_head = not want.is_host_only and want.model.origin is None
+    return [*_holders_of(want), LOCAL] if has_head else _holders_of(want)
 
 
 def _none_has(what: str, failures: list[StoreError]) -> StoreError:
