@@ -179,7 +179,7 @@ def test_the_page_stands_alone_and_draws_what_was_simulated(hearth: Hearth, tmp_
     for line in root.iter("polyline"):
         points = [[float(number) for number in point.split(",")] for point in line.attrib["points"].split()]
         assert points
-        assert all(60 <= x <= 720 and 8 <= y <= 158 for x, y in points)
+        assert all(60 <= x <= 700 and 24 <= y <= 168 for x, y in points)
         assert [x for x, _ in points] == sorted(x for x, _ in points)
     assert "http" not in text
     assert "cold starts" in {row.text for row in root.iter("th")}

@@ -106,7 +106,7 @@ class HostedModels:
         return self.load(hosted) if hosted.has_turn else None
 
     def _load_ahead(self, hosted: HostedModel) -> ModelLoaded | None:
-        """Load a model that nobody asks for yet, if models take turns in one that begins when there is room."""
+        """Load a model that nobody asks for yet; if models take turns, in a turn for which no other ends."""
         self.turns.awaited(hosted)
         return self.load_in_turn(hosted)
 
