@@ -40,7 +40,7 @@ from random import Random
 
 import numpy as np
 
-from bench.report import Row, arguments, emit, keep, step, tell
+from bench.report import Row, arguments, emit, step, tell
 from hearth.core.sizes import WantedLimits
 from hearth.core.types import ModelId, Rung
 from hearth.forecast.replay import STEP_S, replay
@@ -92,17 +92,13 @@ def main() -> None:
     command.add_argument("--models", type=int, default=24)
     command.add_argument("--processes", type=int, default=2)
     options = command.parse_args()
-    rows, runs = list[Row](), list[dict[str, object]]()
     for name in options.only:
         with step(f"{name}: forecasts"):
             workload = read_workload(options.traces, name, options.models)
         done = simulate_all(workload, options.processes)
-        rows += rows_of(name, done)
-        runs += [{**asdict(run), **figures(report)} for run, report in done.items()]
-        content = {"rows": [asdict(row) for row in rows], "runs": runs}
-        if options.save:
-            keep("baselines", content)
-    emit("baselines", content, save=options.save)
+        runs = [{**asdict(run), **figures(report)} for run, report in done.items()]
+        rows = [asdict(row) for row in rows_of(name, done)]
+        emit(f"baselines_{name}", {"rows": rows, "runs": runs}, save=options.save)
 
 
 # Workloads.
