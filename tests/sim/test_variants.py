@@ -52,6 +52,7 @@ def test_one_model_per_gpu_takes_a_gpu_for_each_and_static_keeps_it() -> None:
     static = found["static"]
     assert static.most_gpus == 3
     assert static.gpu_s == pytest.approx(3 * static.simulated_s, rel=0.01)
+    assert sum(static.gpu_s_by_model.values()) == pytest.approx(static.gpu_s)
     assert static.gpu_s > 5 * found["keep-alive"].gpu_s > 5 * found[OWN].gpu_s
 
 

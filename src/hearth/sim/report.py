@@ -54,6 +54,7 @@ class SimulationReport:
     bytes_fetched: int  #: by machines from others
     bytes_read: int  #: by machines from their disks
     gpu_s: float  #: devices were held, until the end of the last answer: see `gpu_time.py`
+    gpu_s_by_model: dict[str, float]  #: the share of each model
     idle_gpu_s: float  #: of `gpu_s`, by models without a running request
     most_gpus: int  #: that were held at a time
     cost: float | None  #: of `gpu_s`; None: no price was given
@@ -106,6 +107,7 @@ def report_of(service: SimulatedService) -> SimulationReport:
         bytes_fetched=service.network.bytes_fetched,
         bytes_read=service.network.bytes_read,
         gpu_s=gpu_s,
+        gpu_s_by_model={str(model): seconds for model, seconds in service.gpu_s_by_model.items()},
         idle_gpu_s=service.idle_gpu_s,
         most_gpus=service.fleet.gpu_time.most,
         cost=cost_of(gpu_s, price),

@@ -175,6 +175,7 @@ class SimulatedService:
         self.workers: dict[WorkerId, SteppedWorker] = {}
         self.given_back: list[SteppedWorker] = []
         self.gpu_s = 0.0  #: devices were held until the last answer ended
+        self.gpu_s_by_model: dict[ModelId, float] = {}  #: its share of that
         self.idle_gpu_s = 0.0  #: of that, by models without a running request
         self.answers: dict[RequestId, SimulatedAnswer] = {}
         self.now_s = 0.0
@@ -267,7 +268,9 @@ class SimulatedService:
                 self._happen(what)
         gpu_time = self.fleet.gpu_time
         self.gpu_s = gpu_time.total_s(self.now_s)
-        self.idle_gpu_s = sum(gpu_time.model(name, self.now_s).idle_s for name in list(gpu_time.by_model))
+        times = {name: gpu_time.model(name, self.now_s) for name in list(gpu_time.by_model)}
+        self.gpu_s_by_model = {name: time.held_s for name, time in times.items()}
+        self.idle_gpu_s = sum(time.idle_s for time in times.values())
         while self._queue:
             at_s, _, what = heapq.heappop(self._queue)
             if isinstance(what, str):
