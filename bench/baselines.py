@@ -254,7 +254,7 @@ def figures(report: SimulationReport) -> dict[str, object]:
         "num_requests": report.num_requests,
         "num_refused": report.num_refused,
         "on_time": report.requests_on_time,
-        "first_token_s": report.first_token_s,
+        "first_token_s": None if report.first_token_s is None else asdict(report.first_token_s),
         "cold_starts": report.cold_starts,
         "num_prewarmed": report.num_prewarmed,
         "gpu_s": report.gpu_s,
