@@ -40,7 +40,7 @@ ARROWS: dict[str, set[str]] = {
     "vllm_options": {"core"},
     "offline": SERVING | {"control"},
     "llm": SERVING | {"inputs", "offline", "outputs", "vllm_options"},
-    "cli": SERVING | {"api", "control", "llm", "node", "offline", "sim"},
+    "cli": SERVING | {"api", "control", "forecast", "llm", "node", "offline", "sim"},
     "__init__": {"inputs", "llm", "outputs", "system"},
     "__main__": {"cli"},
 }

@@ -179,7 +179,34 @@ def test_the_page_stands_alone_and_draws_what_was_simulated(hearth: Hearth, tmp_
     for line in root.iter("polyline"):
         points = [[float(number) for number in point.split(",")] for point in line.attrib["points"].split()]
         assert points
-        assert all(60 <= x <= 720 and 8 <= y <= 158 for x, y in points)
+        assert all(60 <= x <= 700 and 24 <= y <= 168 for x, y in points)
         assert [x for x, _ in points] == sorted(x for x, _ in points)
     assert "http" not in text
     assert "cold starts" in {row.text for row in root.iter("th")}
+
+
+def test_systems_are_compared_in_one_table(hearth: Hearth, tmp_path: Path) -> None:
+    asked = ("simulate", trace(tmp_path), "--profile", machine(tmp_path), "--models", "3b,3b", "--compare")
+    told = hearth(*asked, "--prewarm", "--device-hour-price", "2")
+    assert told.code == 0, told.err
+    names = ["Hearth", "without pre-warming", "without turns", "LRU", "keep-alive", "static"]
+    assert [name for name in names if name not in told.out] == []
+    shown = json.loads(hearth(*asked, "--json").out)
+    assert "without pre-warming" not in shown["systems"]
+    assert shown["systems"]["Hearth"]["requests_on_time"] == 1.0
+    refused = hearth(*asked[:-1], "--prewarm", "--find")
+    assert refused.code == 2
+    assert "too short" in refused.err
+
+
+def test_requests_before_the_window_are_the_past_of_forecasts(hearth: Hearth, tmp_path: Path) -> None:
+    """`late` comes at the same time of each of the hours before, and again in the one that is simulated."""
+    rows = [f"{3600 * hour + 1500 + 10 * number},late,100,5" for hour in range(12) for number in range(20)]
+    rows += [f"{3600 * hour + 600 * step},early,100,5" for hour in range(12) for step in range(6)]
+    path = tmp_path / "hourly.csv"
+    rows.sort(key=lambda row: float(row.split(",")[0]))
+    path.write_text("\n".join(["arrival_s,model,input_tokens,output_tokens", *rows]) + "\n")
+    asked = ["simulate", str(path), "--profile", machine(tmp_path), "--models", "3b,3b", "--begin", "36000"]
+    report = json.loads(hearth(*asked, "--prewarm", "--json").out)
+    assert report["num_prewarmed"] > 0
+    assert json.loads(hearth(*asked, "--json").out)["num_prewarmed"] == 0

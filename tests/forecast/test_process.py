@@ -7,9 +7,10 @@ import pytest
 
 from hearth.core.forecast_messages import RecordedRequests, RequestForecast
 from hearth.core.types import ModelId
-from hearth.forecast.__main__ import DAY_S, HOUR_S, forecasts
+from hearth.forecast.__main__ import forecasts
 from hearth.forecast.choice import Chosen, choose
-from hearth.forecast.series import Series
+from hearth.forecast.forecaster import HOUR_S
+from hearth.forecast.series import DAY_S, Series
 
 A, B = ModelId("a"), ModelId("b")
 STEP_S = 600.0
@@ -46,7 +47,7 @@ def test_methods_are_chosen_daily_and_for_models_with_too_little_history_hourly(
                 yield line(B, [None, None, 6.0] if short else days(1))
             yield b"\n"
 
-    monkeypatch.setattr("hearth.forecast.choice.choose", recorded)
+    monkeypatch.setattr("hearth.forecast.forecaster.choose", recorded)
     told: list[dict[ModelId, RequestForecast]] = [{}]
     for one in forecasts(lines(), lambda: now_s):
         if one is None:

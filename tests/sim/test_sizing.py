@@ -16,7 +16,7 @@ TARGET = 0.99
 
 
 def tried(num_gpus: int, on_time: float) -> Tried:
-    return Tried(num_gpus, 1, None, on_time, None, 0.0, {})
+    return Tried(num_gpus, 1, None, on_time, None, 0.0, 0.0, 0.0, 0, {})
 
 
 @given(needed=st.integers(1, MAX_GPUS), first=st.integers(1, 64), width=st.integers(1, 16))

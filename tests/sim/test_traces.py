@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hearth.core.errors import ConfigError
 from hearth.sim.arrivals import CountedPeriod, Lengths, RatedPeriod, RequestLength, draw_trace, steady
-from hearth.sim.trace_files import read_lengths, read_trace
+from hearth.sim.trace_files import read_counts, read_lengths, read_trace
 from hearth.sim.traces import Trace, TracedRequest
 
 DATA = Path(__file__).parents[2] / "bench" / "data"
@@ -273,3 +273,19 @@ def test_a_trace_cannot_be_cut_sped_up_or_mapped_by_nothing() -> None:
         trace.cut(5, 0)
     with pytest.raises(ConfigError, match="at least 1 model"):
         trace.mapped([])
+
+
+def test_requests_before_a_time_are_counted_by_steps(tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    rows = ["5,a,1,1", "109,a,1,1", "120,b,1,1", "299,a,1,1", "320,a,1,1"]
+    path.write_text("\n".join(["arrival_s,model,input_tokens,output_tokens", *rows]) + "\n")
+    counts = {tenant: list(map(round, steps)) for tenant, steps in read_counts(path, 310.0, 100.0).items()}
+    assert counts == {"a": [1, 0, 1], "b": [0, 1, 0]}, "from 10 s, 110 s and 210 s"
+
+
+def test_counted_requests_are_spread_over_steps(tmp_path: Path) -> None:
+    path = tmp_path / "hours.csv"
+    path.write_text("day,hour,conversation,api\n0,0,60,0\n0,1,6,12\n")
+    counts = read_counts(path, 5400.0, 600.0)
+    assert counts["conversation"] == pytest.approx([10.0] * 6 + [1.0] * 3)
+    assert counts["api"] == pytest.approx([0.0] * 6 + [2.0] * 3)

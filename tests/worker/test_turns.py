@@ -86,7 +86,7 @@ def least_bytes(setting: Setting, names: Sequence[str]) -> int:
     return own_bytes + max(one.workspace_bytes for one in promises)
 
 
-def host(gateway: LoopGateway, setting: Setting, *names: str) -> None:
+def host(gateway: LoopGateway, setting: Setting, *names: str, is_ahead: bool = False) -> None:
     for name in names:
         promise = setting.promise(name)
         floor_bytes = setting.floor_bytes(name)
@@ -99,6 +99,7 @@ def host(gateway: LoopGateway, setting: Setting, *names: str) -> None:
             own_bytes=promise.own_bytes,
             workspace_bytes=promise.workspace_bytes,
             standing_bytes=promise.standing_bytes,
+            is_ahead=is_ahead,
         )
 
 
@@ -443,6 +444,22 @@ def test_a_model_is_loaded_for_a_request_or_a_pin_and_not_when_it_is_hosted(
         uses = {use.model: use for use in gateway.ping().models}
         assert (uses[ModelId(second)].hold, uses[ModelId(second)].is_in_turn) == (Hold.PINNED, True)
         assert uses[ModelId(second)].due_s is None
+
+
+@pytest.mark.parametrize("kind", ["arena", "mapped"])
+def test_a_model_is_loaded_though_nobody_asks_if_its_order_or_a_new_hold_says_so(
+    kind: str, tmp_path: Path
+) -> None:
+    first, second = SETTINGS[kind].names[:2]
+    with taking_turns(kind, tmp_path, [first, second], rules=PATIENT) as gateway:
+        for name in (first, second):  # which takes the weights of the first
+            gateway.ask(name, [1, 2, 3], greedy(4, ignore_eos=True))
+        gateway.set_hold(first, Hold.RETAINED)
+        gateway.set_hold(first, Hold.WARM)
+        assert gateway.until(ModelLoaded).model == first
+        gateway.retire(second)
+        host(gateway, SETTINGS[kind], second, is_ahead=True)
+        assert gateway.until(ModelLoaded).model == second
 
 
 def test_a_load_begins_before_the_last_step_of_who_gives_way_has_ended(

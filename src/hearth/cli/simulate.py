@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from hearth.cli.comparison import compare
 from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_table
 from hearth.cli.figures import precise, size
 from hearth.cli.progress import step_bar
@@ -20,18 +22,21 @@ from hearth.cli.sizing import describe, find
 from hearth.cli.snapshot import cost_profile
 from hearth.core.config import EngineConfig, parse_bytes
 from hearth.core.errors import ConfigError
-from hearth.core.types import Pace, Rung
+from hearth.core.types import ModelId, Pace, Rung
+from hearth.policy.fleet.events import DemandForecast, Prewarming
 from hearth.sim.arrivals import Lengths, draw_trace, steady
 from hearth.sim.network import Transfers
 from hearth.sim.profile import Profile
 from hearth.sim.report import Percentiles, SimulationReport, report_of
 from hearth.sim.run import serve_trace
 from hearth.sim.setting import OnTime, Policy, SimulationSetting, parse_models
-from hearth.sim.trace_files import is_counted, read_lengths, read_trace
+from hearth.sim.trace_files import count_requests, is_counted, read_counts, read_lengths, read_trace
 from hearth.sim.traces import Trace
 
 #: Used if a trace has no lengths.
 DEFAULT_LENGTHS = Lengths.fixed(512, 128)
+#: In which a service records requests, see `control/request_history.py`.
+STEP_S = 600.0
 #: Duration of a random trace without --length.
 DRAWN_S = 600.0
 
@@ -142,6 +147,17 @@ def simulate(
     is_find: Annotated[
         bool, typer.Option("--find", help="Find the number of devices that the workload needs.")
     ] = False,
+    prewarm: Annotated[
+        bool,
+        typer.Option(
+            "--prewarm",
+            help="Load models ahead, as forecast from what TRACE has until then, and before --begin.",
+        ),
+    ] = False,
+    is_compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Also without each mechanism, and with simpler systems, in a table."),
+    ] = False,
     target: Annotated[
         float,
         typer.Option("--target", min=0, metavar="PERCENT", help="Requests on time that --find looks for."),
@@ -154,7 +170,9 @@ def simulate(
     ] = 6000,
     page_path: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="Write an HTML page with plots; not with --find."),
+        typer.Option(
+            "--report", metavar="FILE", help="Write an HTML page with plots; not with --find or --compare."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Random seed.")] = 0,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -173,6 +191,10 @@ def simulate(
     --find tries numbers of devices on all cores of this machine. Of a long workload it simulates the busiest
     windows, and some less busy ones in the place of all others; the answer says which.
 
+    --compare also simulates the setting without each of its mechanisms, and as simpler systems would run it:
+    the least recently used model leaves (LRU), one model per GPU, GPUs that are freed after a time
+    (keep-alive), GPUs that are never freed (static).
+
     --journal repeats the traffic that a service has recorded, with its models, on as many devices as it had,
     or with other settings: what if there were one less?
 
@@ -190,10 +212,14 @@ def simulate(
 
       hearth simulate arena.csv --models "7b*27" --find
 
+      hearth simulate rates.csv --models "7b*40" --workers 8 --begin 1123200 --length 3600 --prewarm --compare
+
       hearth simulate --journal ~/.hearth --workers 1
     """
     if link <= 0:
         raise ConfigError(f"`--link` must be more than 0 Gbit/s, given: {link:g}")
+    if prewarm and is_find:
+        raise ConfigError("`--find` does not simulate `--prewarm`: its windows are too short")
     if (trace is None) == (journal is None):
         raise ConfigError("simulate needs TRACE or `--journal`, and not both")
     machine = _machine(profile, data_dir)
@@ -205,14 +231,20 @@ def simulate(
         host_bytes=math.inf if host_memory is None else parse_bytes(host_memory),
     )
     chooser, drawn = Random(seed), DEFAULT_LENGTHS if lengths is None else read_lengths(lengths)
-    window_s = math.inf if length_s is None else length_s
+    window_s, step_s = math.inf if length_s is None else length_s, STEP_S * speed
     if journal is None:
         shapes, num_workers, memory_bytes = parse_models(models), 1, _default_memory(machine)
-        workload = _workload(str(trace), list(map(str, shapes)), drawn, chooser, begin_s, window_s)
+        names = list(map(str, shapes))
+        workload, model_by_tenant = _workload(str(trace), names, drawn, chooser, begin_s, window_s)
+        before = (
+            read_counts(Path(str(trace)), begin_s, step_s) if prewarm and not _is_drawn(str(trace)) else {}
+        )
     else:
         traffic = read_traffic(journal.expanduser())
         shapes, num_workers = traffic.add_models(machine), traffic.num_workers
         memory_bytes, workload = traffic.memory_bytes, traffic.trace.window(begin_s, window_s)
+        model_by_tenant = {name: name for name in traffic.trace.tenants}
+        before = count_requests(begin_s, traffic.trace.requests, step_s)
         recorded = f"{num_workers} workers of {size(memory_bytes)}, {len(traffic.trace.requests)} requests"
         err.print(f"recorded: {recorded}; {traffic.num_unfinished} without an end are left out")
     workload = workload.at_speed(speed).cut(max_input, max_output)
@@ -229,6 +261,7 @@ def simulate(
         pace=Pace(first_token_target, pace),
         on_time=OnTime(on_time_s),
         first_token_s=first_token_target if pack_replicas else None,
+        prewarming=Prewarming() if prewarm else None,
     )
     if not workload.requests:
         raise ConfigError(f"there are no requests in the window from {begin_s:g} s for {window_s:g} s")
@@ -237,9 +270,13 @@ def simulate(
     if is_find:
         find(workload, setting, machine, gpus_per_node, target / 100, max_requests, as_json=as_json)
         return
+    forecasts = _forecasts(workload, before, model_by_tenant) if prewarm else ()
+    if is_compare:
+        compare(workload, setting, machine, forecasts, as_json=as_json)
+        return
     with step_bar("simulating") as advance:
         total = len(workload.requests)
-        service = serve_trace(workload, setting, machine, lambda num: advance(num, total))
+        service = serve_trace(workload, setting, machine, lambda num: advance(num, total), forecasts)
     report, title = report_of(service), f"{workload.name} at {speed:g}x, {policy}"
     if page_path is not None:
         page_path.write_text(page(title, _facts(report, setting, machine), service), encoding="utf-8")
@@ -269,22 +306,48 @@ def _machine(profile: str, data_dir: Path) -> Profile:
     return Profile.of(cost_profile(data_dir, model), profile) if kind == "snapshot" else Profile.load(profile)
 
 
+def _is_drawn(trace: str) -> bool:
+    return trace.split(":")[0] in ("poisson", "gamma")
+
+
 def _workload(
     text: str, models: list[str], lengths: Lengths, chooser: Random, begin_s: float, length_s: float
-) -> Trace:
-    kind, *numbers = text.split(":")
-    if kind not in ("poisson", "gamma"):
+) -> tuple[Trace, dict[str, str]]:
+    """Return a workload of models, and the model of each tenant."""
+    if not _is_drawn(text):
         path = Path(text)
         if is_counted(path):
-            return read_trace(path, lengths, chooser, begin_s, length_s).mapped(models)
-        return read_trace(path, lengths, chooser).mapped(models).window(begin_s, length_s)
+            trace = read_trace(path, lengths, chooser, begin_s, length_s)
+            return trace.mapped(models), trace.models_by_tenant(models)
+        trace = read_trace(path, lengths, chooser)
+        return trace.mapped(models).window(begin_s, length_s), trace.models_by_tenant(models)
+    kind, *numbers = text.split(":")
     try:
         rate, cv = map(float, numbers if kind == "gamma" else (*numbers, "1"))
     except ValueError as error:
         raise ConfigError(f"a drawn workload is poisson:RATE or gamma:RATE:CV, given: `{text}`") from error
     length_s = DRAWN_S if math.isinf(length_s) else length_s
     rates = dict.fromkeys(models, rate / len(models))
-    return draw_trace(text, steady(rates, begin_s + length_s, cv), lengths, chooser).window(begin_s, length_s)
+    drawn = draw_trace(text, steady(rates, begin_s + length_s, cv), lengths, chooser)
+    return drawn.window(begin_s, length_s), {}
+
+
+def _forecasts(
+    trace: Trace, before: Mapping[str, Sequence[float]], model_by_tenant: Mapping[str, str]
+) -> tuple[DemandForecast, ...]:
+    from hearth.forecast.replay import replay  # numpy, and perhaps torch
+
+    past: dict[ModelId, list[float]] = {}
+    for tenant, counts in before.items():
+        if tenant in model_by_tenant:
+            model = ModelId(model_by_tenant[tenant])
+            past[model] = [
+                sum(both) for both in zip(past.get(model, [0.0] * len(counts)), counts, strict=True)
+            ]
+    arrivals_s: dict[ModelId, list[float]] = {ModelId(name): [] for name in trace.tenants}
+    for request in trace.requests:
+        arrivals_s[ModelId(request.tenant)].append(request.arrival_s)
+    return tuple(replay(past, arrivals_s, trace.requests[-1].arrival_s))
 
 
 def _facts(report: SimulationReport, setting: SimulationSetting, machine: Profile) -> dict[str, object]:

@@ -14,13 +14,14 @@ from hearth.sim.service import SimulatedService
 Points = list[tuple[float, float]]
 
 NUM_BINS = 60
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 180, 60, 22, 8
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 720, 190, 60, 20, 22, 24
+TIME_UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 COLOURS = ("#1f6feb", "#d29922", "#cf222e", "#1a7f37", "#8250df")
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:760px;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left;vertical-align:top}
 th{font-weight:600;white-space:nowrap}svg text{font:11px system-ui,sans-serif;fill:#57606a}
-h2{font-size:1.1em}"""
+h1{font-size:1.4em}h2{font-size:1.1em;margin-top:1.6em}"""
 
 
 def page(title: str, facts: Mapping[str, object], service: SimulatedService) -> str:
@@ -65,12 +66,20 @@ def page(title: str, facts: Mapping[str, object], service: SimulatedService) -> 
     rows = "".join(
         f"<tr><th>{escape(name)}</th><td>{escape(str(of))}</td></tr>" for name, of in facts.items()
     )
-    drawn = "".join(f"<h2>{escape(name)}</h2>{_plot(lines, length_s)}" for name, lines in plots)
+    setting = service.setting
+    lead = (
+        f"{facts['requests']} requests for {len(setting.shapes)} models, on {setting.num_workers} GPUs: "
+        f"on time are {facts['on time']}. GPU time: {facts['GPU time']}."
+    )
+    drawn = "".join(
+        f"<h2>{escape(name)}</h2>{_plot(lines, length_s, is_logarithmic=lines is first_tokens)}"
+        for name, lines in plots
+    )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1><p>Simulated by "
-        "<code>hearth simulate</code>: the scheduler is that of the service, and a profile says how long "
-        "steps and loads take. Times are in seconds since the beginning of the workload.</p>"
+        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1><p><b>{escape(lead)}</b></p>"
+        "<p>Simulated by <code>hearth simulate</code>: the scheduler is that of the service, and a profile "
+        "says how long steps and loads take. Times are since the beginning of the workload.</p>"
         f"<table>{rows}</table>{drawn}</body></html>\n"
     )
 
@@ -87,25 +96,45 @@ def _held(service: SimulatedService, length_s: float) -> tuple[Points, Points]:
     return steps, spent
 
 
-def _plot(lines: Mapping[str, Points], length_s: float) -> str:
-    most = max((y for points in lines.values() for _, y in points), default=0.0) or 1.0
-    width, height = WIDTH - LEFT, HEIGHT - BOTTOM - TOP
+def _plot(lines: Mapping[str, Points], length_s: float, *, is_logarithmic: bool = False) -> str:
+    values = [y for points in lines.values() for _, y in points]
+    ticks = _decades(values) if is_logarithmic else _ticks(max(values, default=0.0) or 1.0)
+    low, high = (math.log10(one) if is_logarithmic else one for one in (ticks[0], ticks[-1]))
+    width, height = WIDTH - LEFT - RIGHT, HEIGHT - BOTTOM - TOP
 
-    def place(x: float, y: float) -> str:
-        return f"{LEFT + width * x / length_s:.1f},{TOP + height * (1 - y / most):.1f}"
+    def place(x: float, y: float) -> tuple[float, float]:
+        scaled = math.log10(max(y, ticks[0])) if is_logarithmic else y
+        return LEFT + width * x / length_s, TOP + height * (1 - (scaled - low) / (high - low))
 
     parts = []
-    for share in (0.0, 0.5, 1.0):
-        y = TOP + height * (1 - share)
-        parts.append(f'<line x1="{LEFT}" y1="{y}" x2="{WIDTH}" y2="{y}" stroke="#d0d7de"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{most * share:.3g}</text>')
-        anchor = ("start", "middle", "end")[math.ceil(share * 2)]
-        x = LEFT + width * share
-        parts.append(f'<text x="{x}" y="{HEIGHT - 4}" text-anchor="{anchor}">{length_s * share:.4g} s</text>')
+    for tick in ticks:
+        _, y = place(0.0, tick)
+        parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#d0d7de"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    unit_s, unit = next((one, name) for one, name in TIME_UNITS if length_s >= 2 * one or one == 1.0)
+    for tick in _ticks(length_s / unit_s):
+        if tick * unit_s <= length_s:
+            x, _ = place(tick * unit_s, 0.0)
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 4}" text-anchor="middle">{tick:g} {unit}</text>')
     for number, (name, points) in enumerate(lines.items()):
         colour = COLOURS[number % len(COLOURS)]
-        at = " ".join(place(*point) for point in points)
+        at = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
         parts.append(f'<polyline points="{at}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        x = LEFT + 8 + 110 * number
-        parts.append(f'<text x="{x}" y="{TOP + 10}" style="fill:{colour}">{escape(name)}</text>')
+        x = LEFT + 110 * number
+        parts.append(f'<text x="{x}" y="11" style="fill:{colour}">&#9644; {escape(name)}</text>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+
+
+def _ticks(most: float) -> list[float]:
+    """Return round numbers from 0 on; the last is at least `most`."""
+    raw = most / 4
+    base = 10.0 ** math.floor(math.log10(raw))
+    step = next(base * one for one in (1, 2, 5, 10) if base * one >= raw)
+    return [round(step * number, 12) for number in range(math.ceil(most / step) + 1)]
+
+
+def _decades(values: Sequence[float]) -> list[float]:
+    """Return powers of ten, the first below all values but zeros, the last above all."""
+    known = [one for one in values if one > 0] or [1.0]
+    first, last = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    return [10.0**power for power in range(first, max(last, first + 1) + 1)]

@@ -6,7 +6,8 @@ The seed of the given `Random` makes a workload repeatable.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -49,6 +50,10 @@ class CountedPeriod:
     length_s: float
     num_requests: int
 
+    @property
+    def num_expected(self) -> float:
+        return self.num_requests
+
     def draw_arrivals(self, chooser: Random) -> Iterator[float]:
         for _ in range(self.num_requests):
             yield self.begin_s + self.length_s * chooser.random()
@@ -69,6 +74,10 @@ class RatedPeriod:
                 f"arrivals need a rate and a CV above 0 and an end, given for `{self.tenant}`: "
                 f"{self.rate_per_s:g} requests/s, CV {self.cv:g}, {self.length_s:g} s"
             )
+
+    @property
+    def num_expected(self) -> float:
+        return self.rate_per_s * self.length_s
 
     def draw_arrivals(self, chooser: Random) -> Iterator[float]:
         """Draw times as of a stationary process, so that their mean number is exact."""
@@ -92,6 +101,19 @@ def draw_trace(name: str, periods: Sequence[Period], lengths: Lengths, chooser: 
                 TracedRequest(arrival_s, period.tenant, length.num_input_tokens, length.num_output_tokens)
             )
     return Trace.of(name, requests)
+
+
+def count_before(begin_s: float, periods: Iterable[Period], step_s: float) -> dict[str, list[float]]:
+    """Return how many requests of each tenant are expected in the whole steps before a time."""
+    num_steps = int(begin_s // step_s)
+    counts: dict[str, list[float]] = defaultdict(lambda: [0.0] * num_steps)
+    for period in periods:
+        first = (period.begin_s - begin_s) / step_s + num_steps
+        num = period.length_s / step_s
+        for step in range(max(0, math.floor(first)), min(num_steps, math.ceil(first + num))):
+            share = (min(first + num, step + 1) - max(first, step)) / num
+            counts[period.tenant][step] += share * period.num_expected
+    return counts
 
 
 def steady(rates_per_s: Mapping[str, float], length_s: float, cv: float = 1.0) -> list[RatedPeriod]:

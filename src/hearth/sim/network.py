@@ -91,7 +91,7 @@ class SimulatedNetwork:
         self.bytes_fetched = self.bytes_read = 0  #: from other machines and from disks
         self.most_host_bytes = 0.0  #: in host memory of a machine at a time, if that is finite
         self._wires = _Wires()
-        self._demand = Demand()
+        self.demand = Demand()
         self._copies: dict[ModelId, dict[NodeId, _Copy]] = {}
         self.left: list[tuple[ModelId, NodeId]] = []  #: host memory since the service looked
 
@@ -102,7 +102,7 @@ class SimulatedNetwork:
                 self._keep_copy(model, node, _Copy(_ALWAYS, num_bytes))
 
     def asked(self, model: ModelId, now_s: float) -> None:
-        self._demand.arrived(model, now_s)
+        self.demand.arrived(model, now_s)
 
     def find(self, model: ModelId, node: NodeId, now_s: float, num_bytes: float = 0) -> Fetched | None:
         """Return how a machine has got what it needs of a model, or will; None: it has to fetch it."""
@@ -166,7 +166,7 @@ class SimulatedNetwork:
             if other != model and node in copies and copies[node].fetched.arrived_s <= now_s
         ]
         # The last one of several that are equally likely to be wanted: machines begin with the busiest.
-        idle.sort(key=lambda other: self._demand.probability(other, now_s, HORIZON_S), reverse=True)
+        idle.sort(key=lambda other: self.demand.probability(other, now_s, HORIZON_S), reverse=True)
         own_bytes = self.host_bytes_of(model, node, now_s)
         while self._host_bytes(node) - own_bytes + num_bytes > self._transfers.host_bytes:
             if not idle:

@@ -46,6 +46,7 @@ class SimulationReport:
     tokens_per_s: float  #: sent, from the first arrival to the last end
     cold_starts: dict[str, int]  #: requests that waited for a load, by where it came from
     host_bytes: int  #: of weights in host memory, on the machine that had most
+    num_prewarmed: int  #: orders to load a model ahead
     num_turns: int
     pauses_per_request: float
     num_loads: int
@@ -53,6 +54,8 @@ class SimulationReport:
     bytes_fetched: int  #: by machines from others
     bytes_read: int  #: by machines from their disks
     gpu_s: float  #: devices were held, until the end of the last answer: see `gpu_time.py`
+    gpu_s_by_model: dict[str, float]  #: the share of each model
+    idle_gpu_s: float  #: of `gpu_s`, by models without a running request
     most_gpus: int  #: that were held at a time
     cost: float | None  #: of `gpu_s`; None: no price was given
     bus_share: float  #: of the time of all workers: bytes were on their way
@@ -60,6 +63,12 @@ class SimulationReport:
     num_steps: int
     num_preempted: int  #: requests that lost their KV, and were computed again
     cached_share: float  #: of all tokens of prompts: found in the prefix cache
+
+
+def cold_starts_of(service: SimulatedService) -> Counter[str]:
+    """Return how many requests waited for a load, by where it came from."""
+    workers = [*service.workers.values(), *service.given_back]
+    return sum((worker.loads.cold_starts for worker in workers), Counter())
 
 
 def report_of(service: SimulatedService) -> SimulationReport:
@@ -88,8 +97,9 @@ def report_of(service: SimulatedService) -> SimulationReport:
         requests_on_time=num_punctual / max(1, len(answers)),
         tokens_on_time=sum(num_on_time) / max(1, num_tokens),
         tokens_per_s=sum(len(one.token_s) for one in answers) / max(1e-9, ended_s - began_s),
-        cold_starts=dict(sum((worker.loads.cold_starts for worker in workers), Counter())),
+        cold_starts=dict(cold_starts_of(service)),
         host_bytes=service.most_host_bytes,
+        num_prewarmed=service.num_prewarmed,
         num_turns=len(service.turns_s),
         pauses_per_request=sum(one.num_pauses for one in answers) / max(1, len(answers)),
         num_loads=sum(worker.loads.num_ended for worker in workers),
@@ -97,6 +107,8 @@ def report_of(service: SimulatedService) -> SimulationReport:
         bytes_fetched=service.network.bytes_fetched,
         bytes_read=service.network.bytes_read,
         gpu_s=gpu_s,
+        gpu_s_by_model={str(model): seconds for model, seconds in service.gpu_s_by_model.items()},
+        idle_gpu_s=service.idle_gpu_s,
         most_gpus=service.fleet.gpu_time.most,
         cost=cost_of(gpu_s, price),
         bus_share=sum(worker.loads.bus_s for worker in workers) / all_s,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from hearth.policy.fleet.events import RequestFinished
+from hearth.policy.fleet.events import DemandForecast, RequestFinished
 from hearth.sim.profile import Profile
 from hearth.sim.report import SimulationReport, report_of
 from hearth.sim.service import SimulatedService
@@ -23,6 +23,7 @@ def serve_trace(
     setting: SimulationSetting,
     profile: Profile,
     on_progress: Callable[[int], None] | None = None,
+    forecasts: Sequence[DemandForecast] = (),
 ) -> SimulatedService:
     """Answer all requests of a trace, whose tenants are models. Deterministic.
 
@@ -41,6 +42,8 @@ def serve_trace(
 
     service = SimulatedService(setting, profile, watch)
     service.ask(trace.requests)
+    for forecast in forecasts:
+        service.schedule(forecast)
     service.run()
     service.check()
     return service

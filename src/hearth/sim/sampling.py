@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hearth.policy.fleet.events import DemandForecast
 from hearth.sim.traces import Trace, TracedRequest
 
 #: A shorter window would end before its requests.
@@ -31,6 +32,7 @@ class SampledWindow:
     num_before: int = 0  #: requests of the warm-up, which are not counted
     before_s: float = 0.0  #: its length
     weight: float = 1.0  #: requests of the workload that each counted one stands for
+    forecasts: tuple[DemandForecast, ...] = ()
 
     @property
     def num_counted(self) -> int:

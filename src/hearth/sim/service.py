@@ -167,14 +167,19 @@ class SimulatedService:
                 takes_turns=takes_turns,
                 while_loading=while_loading,
                 first_token_s=setting.first_token_s,
+                prewarming=setting.prewarming,
                 priors=_known_speeds(setting.transfers, profile),
             )
         )
+        self.fleet.estimates.reload.demand.by_last_use = setting.evicts_by_last_use
         self.workers: dict[WorkerId, SteppedWorker] = {}
         self.given_back: list[SteppedWorker] = []
         self.gpu_s = 0.0  #: devices were held until the last answer ended
+        self.gpu_s_by_model: dict[ModelId, float] = {}  #: its share of that
+        self.idle_gpu_s = 0.0  #: of that, by models without a running request
         self.answers: dict[RequestId, SimulatedAnswer] = {}
         self.now_s = 0.0
+        self.num_prewarmed = 0  #: orders to load a model ahead, or to keep it
         self.turns_s: list[float] = []  #: when each began
         self.load_ends: list[tuple[float, Rung | None]] = []  #: and where bytes came from, if any did
         self.held: list[tuple[float, int]] = [(0.0, 0)]  #: devices since each time
@@ -182,6 +187,7 @@ class SimulatedService:
         self._gate = _Gate() if setting.policy is Policy.ONE_AT_A_TIME else None
         self._profiles: dict[ModelId, ModelProfile] = {}
         self.network = SimulatedNetwork(setting.transfers, TYPICAL.num_layers)
+        self.network.demand.by_last_use = setting.evicts_by_last_use
         #: (time, number, what): an event that happens, or a worker that has something to do.
         self._queue: list[tuple[float, int, Event | WorkerId]] = []
         self._num_queued = 0
@@ -260,7 +266,11 @@ class SimulatedService:
             elif not isinstance(what, TimerFired) or what.now_s == self._timer_s:
                 self.now_s = at_s
                 self._happen(what)
-        self.gpu_s = self.fleet.gpu_time.total_s(self.now_s)
+        gpu_time = self.fleet.gpu_time
+        self.gpu_s = gpu_time.total_s(self.now_s)
+        times = {name: gpu_time.model(name, self.now_s) for name in list(gpu_time.by_model)}
+        self.gpu_s_by_model = {name: time.held_s for name, time in times.items()}
+        self.idle_gpu_s = sum(time.idle_s for time in times.values())
         while self._queue:
             at_s, _, what = heapq.heappop(self._queue)
             if isinstance(what, str):
@@ -376,7 +386,7 @@ class SimulatedService:
             case ModelDeployed(_, profile):
                 self._profiles[profile.model] = profile
             case WorkerJoined(_, name, _, budget_bytes):
-                self.workers[name] = SteppedWorker(
+                worker = self.workers[name] = SteppedWorker(
                     name,
                     budget_bytes,
                     self.profile,
@@ -384,7 +394,9 @@ class SimulatedService:
                     self.setting.max_step_s,
                     rules=self.setting.rules if self.fleet.config.takes_turns else None,
                     source=self._source,
+                    frees_idle=self.setting.frees_idle,
                 )
+                worker.reclaimer.costs.demand.by_last_use = self.setting.evicts_by_last_use
             case WorkerLost(_, name):
                 if name in self.fleet.workers:
                     hosting = self.fleet.workers[name]
@@ -451,7 +463,9 @@ class SimulatedService:
             case SetTimer(at_s):
                 self._timer_s = at_s
                 self.schedule(TimerFired(at_s))
-            case RefusePin() | Prewarm() | AddWorkers() | ReleaseWorkers():
+            case Prewarm():
+                self.num_prewarmed += 1
+            case RefusePin() | AddWorkers() | ReleaseWorkers():
                 pass  # its machines are given
             case _:
                 assert_never(action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from hearth.core.sizes import (
 )
 from hearth.core.types import LOCAL, ModelId, NodeId, Pace
 from hearth.policy.batch.step_limits import step_limits
+from hearth.policy.fleet.events import Prewarming
 from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.fleet.profile import Footprint, ModelProfile, PartBytes, StageSizes
 from hearth.policy.turns.turn_policy import TurnRules
@@ -79,6 +81,14 @@ class SimulationSetting:
     keep_alive_s: float = 300.0
     staged_start_gain_s: float | None = None  #: as `service.staged_start_gain`
     first_token_s: float | None = None  #: as `BrainConfig.first_token_s`
+    prewarming: Prewarming | None = None  #: as `BrainConfig.prewarming`
+    may_drop: bool = False  #: as `drop` of a model
+    #: Of systems to compare with: a model takes a whole device; has it all the time; its weights leave the
+    #: device when it is idle for `keep_alive_s`; idle models are evicted by their last use alone.
+    is_exclusive: bool = False
+    is_static: bool = False
+    frees_idle: bool = False
+    evicts_by_last_use: bool = False
 
     @property
     def nodes(self) -> list[NodeId]:
@@ -98,10 +108,16 @@ class SimulationSetting:
         tables_bytes = _in_pages(run_bytes(table_buffers(TYPICAL, limits, self.context)))
         block_bytes = shape.kv_bytes_per_token * limits.block_tokens
         context_blocks = limits.num_blocks(self.context)
+        fixed_bytes = _in_pages(shape.weights_bytes) + shared_bytes + tables_bytes
+        min_kv_bytes = _in_pages((1 + context_blocks) * block_bytes)
+        max_kv_bytes = _in_pages((1 + limits.max_seqs * context_blocks) * block_bytes)
+        if self.is_exclusive:
+            min_kv_bytes = max(min_kv_bytes, (self.memory_bytes - fixed_bytes) // PAGE_BYTES * PAGE_BYTES)
+            max_kv_bytes = max(max_kv_bytes, min_kv_bytes)
         footprint = Footprint(
-            fixed_bytes=_in_pages(shape.weights_bytes) + shared_bytes + tables_bytes,
-            min_kv_bytes=_in_pages((1 + context_blocks) * block_bytes),
-            max_kv_bytes=_in_pages((1 + limits.max_seqs * context_blocks) * block_bytes),
+            fixed_bytes=fixed_bytes,
+            min_kv_bytes=min_kv_bytes,
+            max_kv_bytes=max_kv_bytes,
             workspace_bytes=shared_bytes,
             tables_bytes=tables_bytes,
             sink_bytes=_in_pages(block_bytes),
@@ -128,9 +144,11 @@ class SimulationSetting:
             model,
             shape.weights_bytes,
             {KIND: footprint},
-            self.keep_alive_s,
+            math.inf if self.is_static else self.keep_alive_s,
             digest=str(model),
+            is_pinned=self.is_static,
             stages={KIND: stages},
+            may_drop=self.may_drop,
         )
 
 

@@ -17,6 +17,7 @@ from typing import Self
 from hearth.core.types import ModelId
 from hearth.policy.fleet.events import RequestFinished
 from hearth.sim.profile import Profile
+from hearth.sim.report import cold_starts_of
 from hearth.sim.sampling import SampledWindow, TraceSample
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import SimulationSetting
@@ -41,6 +42,9 @@ class Tried:
     requests_on_time: float  #: share of requests with every token on time
     first_token_p99_s: float | None  #: None: no request got a token
     gpus_held: float  #: in the mean
+    gpu_s: float  #: that devices were held, for the simulated part of the workload
+    idle_gpu_s: float  #: of these, by models without a running request
+    cold_starts: int  #: requests that waited for a load, in that part
     refusals: dict[str, int]  #: of counted requests, for each reason
 
 
@@ -105,6 +109,8 @@ class _WindowResult:
     first_token_s: list[float]
     refusals: Counter[str]
     gpu_s: float
+    idle_gpu_s: float
+    cold_starts: int
     length_s: float
 
 
@@ -157,13 +163,17 @@ def _tried(setting: SimulationSetting, outcomes: Sequence[_WindowResult]) -> Tri
     weight_below = list(accumulate(weight for _, weight in ranked))
     p99 = bisect_left(weight_below, 0.99 * weight_below[-1]) if ranked else 0
     gpu_s = sum(outcome.weight * outcome.gpu_s for outcome in outcomes)
+    length_s = sum(outcome.weight * outcome.length_s for outcome in outcomes)
     return Tried(
         setting.num_workers,
         setting.num_nodes,
         None if setting.transfers.host_bytes == math.inf else int(setting.transfers.host_bytes),
         1 - late_weight / max(1.0, all_weight),
         ranked[p99][0] if ranked else None,
-        gpu_s / sum(outcome.weight * outcome.length_s for outcome in outcomes),
+        gpu_s / length_s,
+        sum(outcome.gpu_s for outcome in outcomes),
+        sum(outcome.idle_gpu_s for outcome in outcomes),
+        sum(outcome.cold_starts for outcome in outcomes),
         dict(sum((outcome.refusals for outcome in outcomes), Counter())),
     )
 
@@ -186,6 +196,8 @@ def _simulate(part: SampledWindow, setting: SimulationSetting, profile: Profile)
 
     service = SimulatedService(setting, profile, watch)
     service.ask(part.trace.requests)
+    for forecast in part.forecasts if setting.prewarming is not None else ():
+        service.schedule(forecast)
     service.run()
     service.check()
     counted = list(service.answers.values())[part.num_before :]
@@ -195,5 +207,7 @@ def _simulate(part: SampledWindow, setting: SimulationSetting, profile: Profile)
         [one.first_token_s for one in counted if one.token_s],
         Counter(one.why_not for one in counted if one.why_not is not None),
         service.gpu_s,
+        service.idle_gpu_s,
+        sum(cold_starts_of(service).values()),
         service.now_s,
     )

@@ -75,7 +75,10 @@ class SteppedWorker:
         max_step_s: float,
         rules: TurnRules | None,
         source: Source = in_host_memory,
+        *,
+        frees_idle: bool = False,
     ) -> None:
+        """`frees_idle`: weights of retained models leave the device at once."""
         self.name = name
         self.hosted: dict[ModelId, SteppedModel] = {}
         self.turns = None if rules is None else TurnPolicy(budget_bytes, rules=rules)
@@ -84,6 +87,7 @@ class SteppedWorker:
         self.step_s = 0.0  #: time in which steps ran
         self.num_steps = self.num_preempted = 0
         self._profile, self._limits, self._max_step_s = profile, limits, max_step_s
+        self._frees_idle = frees_idle
         self._readiness, self._sharing = StepReadiness(), StepSharing()
         self._retired: dict[ModelId, SteppedEngine] = {}
         self._inbox: deque[WorkerOrder] = deque()
@@ -195,6 +199,8 @@ class SteppedWorker:
             self.turns.hosted(model, order.load.promise)
             if order.is_stage:  # always in turn
                 self.turns.pin(model, self._now_s, is_pinned=True)
+            if order.load.is_ahead:
+                self._load_ahead(model)
 
     def _evict(self, order: Evict) -> None:
         model = order.model
@@ -223,11 +229,22 @@ class SteppedWorker:
 
     def _set_hold(self, model: ModelId, hold: Hold) -> None:
         hosted = self.hosted[model]
-        hosted.hold = hold
+        was_retained, hosted.hold = hosted.hold is Hold.RETAINED, hold
         if self.turns is not None:
             is_pinned = hold is Hold.PINNED or hosted.order.is_stage
             self.turns.pin(model, self._now_s, is_pinned=is_pinned)
+        if self._frees_idle and hold is Hold.RETAINED and not hosted.requests and hosted.load is None:
+            self.reclaimer.device.truncate(model, 0)
+            self._facts.append(DeviceReported(self._now_s, self.name, self.reclaimer.count_device_bytes()))
         self.reclaimer.policy.note_freed()
+        if was_retained and hold is Hold.WARM:
+            self._load_ahead(model)
+
+    def _load_ahead(self, model: ModelId) -> None:
+        if self.turns is not None and not self.loads.is_loaded(model):
+            self.turns.awaited(model, self._now_s)
+        if self._is_in_turn(model):
+            self._load(model)
 
     def _start(self, start: StartOrder) -> None:
         model, now_s = start.model, self._now_s

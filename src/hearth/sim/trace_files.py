@@ -18,7 +18,7 @@ import csv
 import gzip
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +26,15 @@ from random import Random
 from typing import TextIO, TypeVar
 
 from hearth.core.errors import ConfigError
-from hearth.sim.arrivals import CountedPeriod, Lengths, Period, RatedPeriod, RequestLength, draw_trace
+from hearth.sim.arrivals import (
+    CountedPeriod,
+    Lengths,
+    Period,
+    RatedPeriod,
+    RequestLength,
+    count_before,
+    draw_trace,
+)
 from hearth.sim.traces import Trace, TracedRequest
 
 MINUTE_S, HOUR_S, SERVEGEN_S = 60.0, 3600.0, 600.0
@@ -99,6 +107,26 @@ def read_trace(
         f"{path} is no trace: its first line must name the columns of one, "
         f"{'; or '.join(', '.join(names) for names in known)}"
     )
+
+
+def read_counts(path: Path, begin_s: float, step_s: float) -> dict[str, list[float]]:
+    """Return how many requests each tenant of a trace has in the whole steps before a time.
+
+    Raises:
+        ConfigError: as of `read_trace`.
+    """
+    header = set(_read_header(path))
+    for needed, read in _PERIODS.items():
+        if set(needed) <= header:
+            return count_before(begin_s, read(_lines(path)), step_s)
+    return count_requests(begin_s, read_trace(path, Lengths.fixed(1, 1), Random(0)).requests, step_s)
+
+
+def count_requests(
+    begin_s: float, requests: Iterable[TracedRequest], step_s: float
+) -> dict[str, list[float]]:
+    moments = (CountedPeriod(one.tenant, one.arrival_s, 1e-3, 1) for one in requests)
+    return count_before(begin_s, moments, step_s)
 
 
 def is_counted(path: Path) -> bool:

@@ -77,9 +77,13 @@ class Trace:
             ),
         )
 
-    def mapped(self, models: Sequence[str]) -> Trace:
-        """Return the same requests, each for a model, round robin by tenants, the busiest of these first."""
+    def models_by_tenant(self, models: Sequence[str]) -> dict[str, str]:
+        """Return a model for each tenant, round robin, the busiest of these first."""
         if not models:
             raise ConfigError("a trace is mapped to at least 1 model, given: none")
-        model_of = {tenant: models[rank % len(models)] for rank, tenant in enumerate(self.tenants)}
+        return {tenant: models[rank % len(models)] for rank, tenant in enumerate(self.tenants)}
+
+    def mapped(self, models: Sequence[str]) -> Trace:
+        """Return the same requests, each for a model."""
+        model_of = self.models_by_tenant(models)
         return Trace(self.name, tuple(replace(one, tenant=model_of[one.tenant]) for one in self.requests))

@@ -82,7 +82,7 @@ class HostedModels:
             retired.order, retired.hold = order, Hold.WARM
             self.hosted[model] = retired
             self.turns.hosted(retired)
-            return self.load_in_turn(retired)
+            return self._load_ahead(retired) if order.is_ahead else self.load_in_turn(retired)
         if retired is not None:
             retired.close()
         self.hosted[model] = HostedModel(
@@ -104,6 +104,11 @@ class HostedModels:
 
     def load_in_turn(self, hosted: HostedModel) -> ModelLoaded | None:
         return self.load(hosted) if hosted.has_turn else None
+
+    def _load_ahead(self, hosted: HostedModel) -> ModelLoaded | None:
+        """Load a model that nobody asks for yet; if models take turns, in a turn for which no other ends."""
+        self.turns.awaited(hosted)
+        return self.load_in_turn(hosted)
 
     def load(self, hosted: HostedModel) -> ModelLoaded | None:
         self._follow_displaced()
@@ -149,7 +154,7 @@ class HostedModels:
         for stage in self._stages_of(hosted.model):
             if stage.has_weights:
                 self._load_behind_stage(stage.model)
-        return self.load_in_turn(hosted)
+        return self._load_ahead(hosted) if hosted.order.is_ahead else self.load_in_turn(hosted)
 
     def engine_ready(self, hosted: HostedModel, news: EngineReady) -> ModelLoaded | None:
         loaded = hosted.engine_ready(news)
@@ -252,16 +257,18 @@ class HostedModels:
         self.reclaimer.policy.note_freed()
         return self.load_in_turn(hosted)
 
-    def set_hold(self, model: ModelId, hold: Hold) -> None:
-        """Set how a model is held while it has no requests.
+    def set_hold(self, model: ModelId, hold: Hold) -> ModelLoaded | None:
+        """Set how a model is held while it has no requests. A retained one that is kept again is completed.
 
         One that just failed is ignored, and so is a stage, which keeps its memory until it leaves.
         """
         hosted = self.hosted.get(model)
-        if hosted is not None and hosted.member is None:
-            hosted.hold = hold
-            self.turns.held(hosted)
-            self.reclaimer.policy.note_freed()
+        if hosted is None or hosted.member is not None:
+            return None
+        was_retained, hosted.hold = hosted.hold is Hold.RETAINED, hold
+        self.turns.held(hosted)
+        self.reclaimer.policy.note_freed()
+        return self._load_ahead(hosted) if was_retained and hold is Hold.WARM else None
 
     def turn_over(self, hosted: HostedModel) -> None:
         """Let others take the memory of a model whose turn is over, even while its last step is in flight."""

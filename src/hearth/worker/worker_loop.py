@@ -267,7 +267,7 @@ class WorkerLoop:
             case DropModel(model):
                 self._drop(model)
             case HoldModel(model, hold):
-                self._models.set_hold(model, hold)
+                self._try(model, lambda: self._models.set_hold(model, hold))
             case ForgetAdapter(adapter):
                 self._adapters.forget(adapter)
             case MakeSnapshot():

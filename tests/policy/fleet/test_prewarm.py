@@ -62,7 +62,7 @@ def test_a_model_is_loaded_before_the_requests_that_are_expected_within_its_keep
     assert of(LoadModel, forecast(desk, 0.009)) == [], "in 111 s, and keep_alive is 100 s"
     actions = forecast(desk, 0.011)
     (load,), (told,) = of(LoadModel, actions), of(Prewarm, actions)
-    assert (load.model, load.worker) == (told.model, told.worker) == ("m", "w0")
+    assert (load.model, load.worker, load.is_ahead) == (told.model, told.worker, True) == ("m", "w0", True)
     assert not told.to_host
     assert not told.is_advice
 

@@ -288,6 +288,7 @@ class Catalog:
             slot=slot,
             pipeline=order.pipeline,
             member=members.index(order.worker) if members else 0,
+            is_ahead=order.is_ahead,
         )
 
     def prepare_orders(self, node: NodeId, pool: str) -> list[PrepareModel]:

@@ -357,6 +357,7 @@ class LoadModel(Struct, frozen=True):
     max_kv_bytes: int  #: it never gets more
     promise: Promise = NOTHING_PROMISED  #: all that it is owed, in its turn if models take turns
     pipeline: Pipeline | None = None  #: that the worker is a member of; None: it runs the whole model
+    is_ahead: bool = False  #: a turn begins for it as soon as there is room, though nobody asks for it yet
 
 
 class Evict(Struct, frozen=True):

@@ -286,7 +286,14 @@ def order_load(replica: Replica) -> LoadModel:
     assert model.profile is not None, f"removed: `{model.name}`"
     footprint = model.profile.footprints[worker.kind]
     max_kv_bytes = _max_kv_bytes(worker, footprint)
-    return LoadModel(model.name, worker.name, footprint.min_kv_bytes, max_kv_bytes, replica.promise)
+    return LoadModel(
+        model.name,
+        worker.name,
+        footprint.min_kv_bytes,
+        max_kv_bytes,
+        replica.promise,
+        is_ahead=replica.prewarmed is not None,
+    )
 
 
 def _max_kv_bytes(worker: Worker, footprint: Footprint) -> int:

@@ -29,6 +29,8 @@ class Demand:
     """How often each model is requested. Mutable; one caller at a time."""
 
     history_by_model: dict[str, DemandHistory] = field(default_factory=dict)
+    #: Only the last request counts, as for "least recently used".
+    by_last_use: bool = False
 
     def arrived(self, model: str, now_s: float, num_requests: int = 1) -> None:
         """Count requests since the last call; several are assumed evenly spaced."""
@@ -50,9 +52,12 @@ class Demand:
         history = self.history_by_model.get(model)
         if history is None or horizon_s <= 0:
             return 0.0
-        interval_s = history.interval_s(now_s)
+        interval_s = self._interval_s(history, now_s)
         return -math.expm1(-horizon_s / interval_s) if interval_s > 0 else 1.0
 
     def requests_per_s(self, model: str, now_s: float) -> float:
         history = self.history_by_model.get(model)
-        return 0.0 if history is None else 1 / max(history.interval_s(now_s), MIN_INTERVAL_S)
+        return 0.0 if history is None else 1 / max(self._interval_s(history, now_s), MIN_INTERVAL_S)
+
+    def _interval_s(self, history: DemandHistory, now_s: float) -> float:
+        return now_s - history.last_s if self.by_last_use else history.interval_s(now_s)

@@ -160,6 +160,10 @@ class DeviceReloadCosts:
         #: By model that was ever loaded here: the shares of its last load by rung.
         self._shares: dict[ModelId | AdapterId, Mapping[Rung, float]] = {}
 
+    @property
+    def demand(self) -> Demand:
+        return self._costs.demand
+
     def hosted(self, model: ModelId | AdapterId, weight: float) -> None:
         self._weights[model] = weight
 
