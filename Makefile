@@ -29,7 +29,7 @@ TESTERS ?= 3
 TYPES := .mypy_cache/said
 BENCHES := engine traffic arrivals shapes eight_bit kernels start lora lora_swap lora_serving load chunks service_gpu \
            reuse elastic profile turns coldstart pipelines_gpu
-CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile cluster pipelines dashboard
+CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile cluster pipelines dashboard drop drop_cpu
 # The folder's other entries, beside its own (`python -m bench.load`): a benchmark is named as its result is.
 MODULE_engine_cpu := engine.cpu
 MODULE_traffic := engine --parts traffic
@@ -44,6 +44,8 @@ MODULE_lora_serving := lora.serving
 MODULE_chunks := load.chunks
 MODULE_service_gpu := service.gpu
 MODULE_elastic_cpu := elastic.cpu
+MODULE_drop := drop.simulated
+MODULE_drop_cpu := drop.cpu
 module = bench.$(or $(MODULE_$(1)),$(1))
 
 .DEFAULT_GOAL := help

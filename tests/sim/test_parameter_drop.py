@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from hearth.core.sizes import WantedLimits
-from hearth.core.types import ModelId
+from hearth.core.types import ModelId, WorkerId
+from hearth.policy.fleet.drop_group import DropState
 from hearth.policy.fleet.events import ModelDeployed, WorkerLost
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import Policy, SimulationSetting
+from hearth.sim.stepped_model import WorkerFact
 from hearth.sim.traces import TracedRequest
 from tests.sim.small_machine import MACHINE, MEMORY_BYTES
 
@@ -18,7 +21,13 @@ MODEL = ModelId("m")
 BURST_S, NUM_REQUESTS = 5.0, 120
 
 
-def begun(*, may_drop: bool, num_output_tokens: int = 400, num_workers: int = 2) -> SimulatedService:
+def begun(
+    *,
+    may_drop: bool,
+    num_output_tokens: int = 400,
+    num_workers: int = 2,
+    watch: Callable[[WorkerFact], None] | None = None,
+) -> SimulatedService:
     """Each replica has room for some 20,000 tokens; the burst brings twice as much, and a few more follow."""
     setting = SimulationSetting(
         {MODEL: "7B"},
@@ -27,7 +36,7 @@ def begun(*, may_drop: bool, num_output_tokens: int = 400, num_workers: int = 2)
         policy=Policy.DRAIN,
         wanted_limits=WantedLimits(2048, 256, 16),
     )
-    service = SimulatedService(setting, MACHINE)
+    service = SimulatedService(setting, MACHINE, watch)
     profile = replace(setting.model_profile(MODEL, MACHINE.shape("7B")), is_pinned=True, may_drop=may_drop)
     profile = replace(profile, min_replicas=num_workers, max_replicas=num_workers)
     service.schedule(ModelDeployed(0.0, profile))
@@ -56,11 +65,18 @@ def test_nothing_is_dropped_if_requests_end_as_fast_as_prompts_are_computed() ->
     assert {one.loads.num_ended for one in service.workers.values()} == {1}
 
 
-@pytest.mark.parametrize("delay_s", [0.2, 0.6, 1.5, 3.0])
-def test_requests_of_a_group_go_on_after_a_member_is_lost(delay_s: float) -> None:
-    service = begun(may_drop=True)
-    lost = next(reversed(service.workers))
-    service.schedule(WorkerLost(BURST_S + delay_s, lost))
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("state", list(DropState)[1:])
+def test_requests_go_on_after_a_member_is_lost_in_any_state(state: DropState, at: int) -> None:
+    lost: list[WorkerId] = []
+
+    def lose(_: WorkerFact) -> None:
+        if not lost and service.fleet.models[MODEL].drop.state is state:
+            lost.append(list(service.workers)[at])
+            service.schedule(WorkerLost(service.now_s, lost[0]))
+
+    service = begun(may_drop=True, watch=lose)
     service.run()
     service.check()
+    assert lost, f"it was never {state.value}"
     assert all(one.is_whole for one in service.answers.values())

@@ -219,9 +219,19 @@ def test_a_group_gets_requests_in_proportion_to_its_room() -> None:
 def test_requests_that_would_soon_have_memory_are_not_computed_again() -> None:
     desk = two_whole()
     desk.fleet.estimates.computed(M.model, ComputedPrompt(1024, 1024 * 0.01))
-    assert not dropped(desk), "80 tokens take 0.8 s, and others end sooner"
-    desk.fleet.estimates.computed(M.model, ComputedPrompt(1024, 1024 * 0.005))
-    assert press(desk, "w0", 60)
+    assert not press(desk, "w0", 70)
+    assert not press(desk, "w1", 70), "the KV of a worker takes 0.5 s, and others end sooner"
+    assert press(desk, "w0", 85)
+
+
+@pytest.mark.parametrize(("kv_token_bytes", "is_enough"), [(1, True), (4, False)])
+def test_nothing_is_computed_again_for_a_small_part_of_what_lacks(
+    kv_token_bytes: int, is_enough: bool
+) -> None:
+    model = staged("m", 6, max_seqs=9, may_drop=True, kv_token_bytes=kv_token_bytes, is_pinned=True)
+    desk = two_whole(model=model)
+    desk.fleet.estimates.computed(M.model, ComputedPrompt(1024, 1024 * 0.0036))
+    assert bool(dropped(desk)) is is_enough, f"of {20 * kv_token_bytes} bytes, 66 are freed"
 
 
 def test_the_layers_come_back_when_the_demand_has_been_low_for_long_enough() -> None:

@@ -639,7 +639,7 @@ def begun(config: BrainConfig) -> World:
     for number in (1, 32, 61, 88, 5):  # Models of 10 to 45 bytes, and one that is pinned.
         world.deploy(number)
     world.tell(ModelDeployed(0.0, staged(MODELS[3])))
-    dropping = staged(MODELS[0], 2, max_seqs=4, may_drop=True, is_pinned=True)
+    dropping = staged(MODELS[0], 2, max_seqs=4, may_drop=True, kv_token_bytes=1, is_pinned=True)
     world.tell(ModelDeployed(0.0, replace(dropping, min_replicas=2, max_replicas=2)))
     return world
 

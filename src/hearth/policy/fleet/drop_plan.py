@@ -19,7 +19,7 @@ from hearth.policy.fleet.records import Model, Replica, Worker
 
 #: Groups must have room for so many times the KV of the replicas: forming them costs a pause.
 MIN_GAIN = 1.1
-#: A burst has just begun when it is noticed: what it lacks is expected to become so many times as much.
+#: A burst has just begun when it is noticed: so many times as much is freed as it lacks then.
 GROWTH = 3.0
 
 
@@ -55,11 +55,17 @@ def plan_drop(fleet: Fleet, model: Model) -> list[DroppedGroup]:
         return []
     kind = replicas[0].worker.kind
     sizes, footprint = profile.stages[kind], profile.footprints[kind]
+    if not footprint.kv_token_bytes:
+        return []
     usable = model.usable.values()
-    lack_tokens = GROWTH * (sum(one.demand_tokens for one in usable) - sum(one.room_tokens for one in usable))
-    num_copies = math.ceil(lack_tokens * footprint.kv_token_bytes / footprint.weights_bytes)
+    lack_tokens = sum(one.demand_tokens for one in usable) - sum(one.room_tokens for one in usable)
+    num_copies = math.ceil(GROWTH * lack_tokens * footprint.kv_token_bytes / footprint.weights_bytes)
     group_sizes = merge_groups(len(replicas), max(1, num_copies), sizes.num_layers)
-    if not _gains(replicas, group_sizes, footprint) or not _pays_off(fleet, model, replicas, lack_tokens):
+    num_freed = len(replicas) - len(group_sizes)
+    more_tokens = num_freed * footprint.weights_bytes // footprint.kv_token_bytes
+    if not _gains(replicas, len(group_sizes), footprint.max_seqs, more_tokens):
+        return []
+    if not _pays_off(fleet, model, replicas, lack_tokens, more_tokens):
         return []
     left = iter(replicas)
     groups = [tuple(islice(left, size)) for size in reversed(group_sizes) if size > 1]
@@ -79,31 +85,30 @@ def _candidates(model: Model) -> list[Replica]:
     return sorted(most, key=lambda one: (one.worker.node, one.worker.name))
 
 
-def _pays_off(fleet: Fleet, model: Model, replicas: Sequence[Replica], lack_tokens: float) -> bool:
-    """True if requests would wait longer for KV of others than for groups to compute all of it.
+def _pays_off(
+    fleet: Fleet, model: Model, replicas: Sequence[Replica], lack_tokens: int, more_tokens: int
+) -> bool:
+    """True if requests wait less for KV by more than groups take to compute again what runs.
 
-    KV comes free as requests end. The members of a group share the prompts: those of requests that wait, and
-    what is computed again of those that run.
+    KV comes free as requests end. Of what is lacking, groups have `more_tokens` at once, and the rest comes
+    free as part of more KV. Their members share what is computed; prompts that wait are computed either way.
     """
     room_tokens = sum(one.room_tokens for one in replicas)
-    wait_s = fleet.estimates.run_s(model.name) * lack_tokens / room_tokens
-    computed_tokens = math.ceil((room_tokens + lack_tokens) / len(replicas))
-    return wait_s > fleet.estimates.least_prompt_s(model.name, computed_tokens)
+    left_tokens = max(0, lack_tokens - more_tokens)
+    waits = lack_tokens / room_tokens - left_tokens / (room_tokens + more_tokens)
+    computed_s = fleet.estimates.least_prompt_s(model.name, math.ceil(room_tokens / len(replicas)))
+    return waits * fleet.estimates.run_s(model.name) > computed_s
 
 
-def _gains(replicas: Sequence[Replica], group_sizes: Sequence[int], footprint: Footprint) -> bool:
+def _gains(replicas: Sequence[Replica], num_groups: int, max_seqs: int, more_tokens: int) -> bool:
     """False if groups have little more room for KV, or too few slots to use it."""
-    if not (token_bytes := footprint.kv_token_bytes):
-        return True
     room_tokens = sum(one.room_tokens for one in replicas)
-    num_copies = len(replicas) - len(group_sizes)
-    more_tokens = room_tokens + num_copies * footprint.weights_bytes // token_bytes
+    most_tokens = room_tokens + more_tokens
     num_running = sum(len(one.running) for one in replicas)
     if num_running:
         demand_tokens = sum(one.demand_tokens for one in replicas)
-        num_slots = len(group_sizes) * footprint.max_seqs
-        more_tokens = min(more_tokens, num_slots * demand_tokens // num_running)
-    return more_tokens >= MIN_GAIN * room_tokens
+        most_tokens = min(most_tokens, num_groups * max_seqs * demand_tokens // num_running)
+    return most_tokens >= MIN_GAIN * room_tokens
 
 
 def _group(sizes: StageSizes, whole: Footprint, replicas: Sequence[Replica]) -> DroppedGroup | None:
@@ -115,7 +120,7 @@ def _group(sizes: StageSizes, whole: Footprint, replicas: Sequence[Replica]) -> 
         if not has_room_for(stage.footprint, replica, replica.worker):
             return None
     room_tokens, num_copies = sum(one.room_tokens for one in replicas), len(replicas) - 1
-    more_tokens = num_copies * whole.weights_bytes // max(1, whole.kv_token_bytes)
+    more_tokens = num_copies * whole.weights_bytes // whole.kv_token_bytes
     kv_share = len(replicas) * (1.0 + more_tokens / room_tokens)
     return DroppedGroup(replicas, PipelinePlan(stages, (), sizes.context_blocks), kv_share)
 
