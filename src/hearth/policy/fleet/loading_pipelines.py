@@ -10,16 +10,18 @@ have the model after a fraction of that time:
 
 A stage is hosted beside the whole model, under a name of its own, and has its own promise and KV. A pipeline
 is formed over workers that have room for both, `gather_s` after the second load was ordered, and only if it
-is ready by `min_gain_s` earlier than the first whole replica. Requests that wait for the loads go there, and
-new ones until a whole replica is ready. When no member is loading any more, the pipeline is dissolved. What
-still runs continues on whole replicas like the requests of a lost worker: prompt and tokens are computed
-again, and no KV is moved.
+is ready by `min_gain_s` earlier than the first whole replica. More than `MAX_STAGES` workers are several
+pipelines, and workers that begin later form others. Requests that wait for the loads go there, and new ones
+until a whole replica is ready. When no member is loading any more, the pipeline is dissolved. What still runs
+continues on whole replicas like the requests of a lost worker: prompt and tokens are computed again, and no
+KV is moved.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hearth.core.types import Rung, pipeline_name
 from hearth.policy.fleet.events import Action, Evict, Why
@@ -52,13 +54,19 @@ def serve_while_loading(fleet: Fleet) -> list[Action]:
 def _form(fleet: Fleet, model: Model) -> list[Action]:
     """Have the workers that load a model load it in stages first, and give these the waiting requests."""
     profile, while_loading = model.profile, fleet.config.while_loading
-    if profile is None or while_loading is None or fleet.pipelines_of(model):
+    if profile is None or while_loading is None or not any(one.running for one in model.loading.values()):
         return []
-    plan = _plan(fleet, model, profile)
-    if plan is None or not any(one.running for one in model.loading.values()):
+    plans = _plans(fleet, model, profile)
+    stages = [stage for plan in plans for stage in plan.stages]
+    if not stages or _gain_s(fleet, model, stages) < while_loading.min_gain_s:
         return []
-    if _gain_s(fleet, model, plan.stages) < while_loading.min_gain_s:
-        return []
+    actions: list[Action] = []
+    for plan in plans:
+        actions += _load_in_stages(fleet, model, profile, plan)
+    return actions + fill_slots(fleet, model)
+
+
+def _load_in_stages(fleet: Fleet, model: Model, profile: ModelProfile, plan: PipelinePlan) -> list[Action]:
     actions: list[Action] = []
     loading = [model.loading[stage.worker.name] for stage in plan.stages]
     for replica in loading:
@@ -76,8 +84,7 @@ def _form(fleet: Fleet, model: Model) -> list[Action]:
         max_seqs=first.footprint.max_seqs,
     )
     actions += form_pipeline(fleet, pipeline, plan)
-    actions += [order_load(model.replicas[stage.worker.name]) for stage in plan.stages]
-    return actions + fill_slots(fleet, model)
+    return actions + [order_load(model.replicas[stage.worker.name]) for stage in plan.stages]
 
 
 def _unloaded(replica: Replica) -> Replica:
@@ -95,21 +102,25 @@ def _unloaded(replica: Replica) -> Replica:
     )
 
 
-def _plan(fleet: Fleet, model: Model, profile: ModelProfile) -> PipelinePlan | None:
-    """Return the pipeline with the most members of one kind, in the order of their names."""
+def _plans(fleet: Fleet, model: Model, profile: ModelProfile) -> list[PipelinePlan]:
+    """Return the fewest pipelines of all workers of one kind that are in none, ordered by name."""
+    members = {worker for pipeline in fleet.pipelines_of(model) for worker in pipeline.workers}
     workers_by_kind: dict[str, list[Worker]] = defaultdict(list)
     for replica in model.loading.values():
-        sizes = profile.stages.get(replica.worker.kind)
-        if sizes is None or replica.stages or not replica.worker.runs_stages:
+        worker, sizes = replica.worker, profile.stages.get(replica.worker.kind)
+        if sizes is None or replica.stages or worker in members or not worker.runs_stages:
             continue
-        if replica.worker.promises.has_room(sizes.footprint(1, is_first=False, is_last=False)):
-            workers_by_kind[replica.worker.kind].append(replica.worker)
+        if worker.promises.has_room(sizes.footprint(1, is_first=False, is_last=False)):
+            workers_by_kind[worker.kind].append(worker)
     kind = max(workers_by_kind, key=lambda one: (len(workers_by_kind[one]), one), default=None)
-    if kind is None or len(workers_by_kind[kind]) < MIN_STAGES:
-        return None
-    sizes = profile.stages[kind]
-    workers = sorted(workers_by_kind[kind], key=lambda one: one.name)[: min(MAX_STAGES, sizes.num_layers)]
-    return plan_over(fleet, profile, workers)
+    if kind is None:
+        return []
+    workers = sorted(workers_by_kind[kind], key=lambda one: one.name)
+    num_pipelines = -(-len(workers) // min(MAX_STAGES, profile.stages[kind].num_layers))
+    edges = [len(workers) * number // num_pipelines for number in range(num_pipelines + 1)]
+    groups = [workers[begin:end] for begin, end in pairwise(edges) if end - begin >= MIN_STAGES]
+    plans = (plan_over(fleet, profile, group) for group in groups)
+    return [plan for plan in plans if plan is not None]
 
 
 def _gain_s(fleet: Fleet, model: Model, stages: Sequence[PlannedStage]) -> float:
