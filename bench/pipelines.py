@@ -52,7 +52,7 @@ from hearth.models.dtypes import DTYPES
 from hearth.models.weights import Weights, bind, contiguous_places
 from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook
 from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
-from hearth.worker.stage_link import HiddenPlaces, StageInlet, StageLinks, StageOutlet, send_result
+from hearth.worker.stage_link import HiddenPlaces, StageInlet, StageLinks, StageOutlet, result_frame
 
 CPU = torch.device("cpu")
 CORES = sorted(os.sched_getaffinity(0))
@@ -207,11 +207,15 @@ def _serve(fd: int, inlet_fd: int, results_fd: int, is_shared: int, core: int, i
             if not is_hop:
                 stage.prepare(message)
         elif isinstance(message, StageStep) and is_hop:
-            send_result(results, StageResult("bench", message.plan.step_id, StepResult([], None, [])))
+            results.sendall(
+                result_frame(StageResult("bench", message.plan.step_id, StepResult([], None, [])))
+            )
         elif isinstance(message, StageStep):
             if (pending := stage.take(message, hidden)) is not None:
                 stage_s = stage.timed(message).stage_s
-                send_result(results, StageResult("bench", message.plan.step_id, pending.wait(), stage_s))
+                results.sendall(
+                    result_frame(StageResult("bench", message.plan.step_id, pending.wait(), stage_s))
+                )
         else:
             stage.take(message, None)
 

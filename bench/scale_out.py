@@ -1,11 +1,13 @@
 """What does scaling out cost, and how soon does it serve? Simulated, with the costs of a measured H200.
 
-    python -m bench.scale_out [--only bursts|multicast|traces] [--save]
+    python -m bench.scale_out [--only bursts|staged|multicast|traces] [--save]
 
 Every device is in a machine of its own. Brain, batcher and schedules are those of the service.
 
 - `bursts`: requests for a model that no device has come within a second: 512 prompt tokens, 128 new ones.
   One machine has the model in host memory, all have it on disk (5 GB/s). The peer reads its own disk.
+- `staged`: the same where each machine reads its own disk, with `service.staged_start_gain` of 1 s. The peer
+  waits for whole replicas.
 - `multicast`: a model of 26 GB goes from one machine to N - 1. The bound is b + ceil(log2 N) - 1 part times.
 - `traces`: half an hour of Azure's code and conversation traces for one model. An idle device is given
   back after `keep_alive`, and another tenant takes its memory; host memory keeps the model for 15 s more.
@@ -147,16 +149,18 @@ class Run:
 def main() -> None:
     command = arguments(__doc__)
     command.formatter_class = RawDescriptionHelpFormatter
-    command.add_argument("--only", choices=["bursts", "multicast", "traces"], nargs="*")
+    command.add_argument("--only", choices=["bursts", "staged", "multicast", "traces"], nargs="*")
     command.add_argument("--processes", type=int, default=2)
     options = command.parse_args()
-    only = options.only or ["bursts", "multicast", "traces"]
+    only = options.only or ["bursts", "staged", "multicast", "traces"]
     rows: list[Row] = []
     details: dict[str, object] = {}
     if "multicast" in only:
         rows += multicasts()
     if "bursts" in only:
         rows += bursts()
+    if "staged" in only:
+        rows += staged()
     if "traces" in only:
         for workload in WORKLOADS:
             found, details[workload.name] = compare(workload, options.processes)
@@ -181,19 +185,32 @@ def multicasts() -> Iterator[Row]:
 
 def bursts() -> Iterator[Row]:
     for shape, num_requests in product(BURST_SHAPES, BURSTS):
-        own_s = _burst_p90_s(num_requests, shape, OWN_DISK)
+        own_s = _p90_s(_burst(num_requests, shape, OWN_DISK))
         for gbit in LINKS:
             measure = f"{num_requests} requests, {shape}, {gbit} Gbit/s: p90 of first tokens"
             aim = "a fifth of the peer" if gbit == 400 else None
-            value_s = _burst_p90_s(num_requests, shape, hearth(gbit))
+            value_s = _p90_s(_burst(num_requests, shape, hearth(gbit)))
             tell(f"{measure}: {value_s:.2f} s, own disk {own_s:.2f} s, {own_s / value_s:.1f} times")
             yield Row(measure, "s", value_s, aim=aim, peers={"own disk": own_s})
 
 
-def _burst_p90_s(num_requests: int, shape: str, transfers: Transfers) -> float:
+def staged() -> Iterator[Row]:
+    for shape, num_requests in product(BURST_SHAPES, BURSTS):
+        whole = _burst(num_requests, shape, OWN_DISK)
+        stages = _burst(num_requests, shape, OWN_DISK, staged_gain_s=1.0)
+        for name, value_of in (("p50", _p50_s), ("p90", _p90_s)):
+            measure = f"{num_requests} requests, {shape}, own disks: {name} of first tokens in stages"
+            tell(f"{measure}: {value_of(stages):.2f} s, whole replicas {value_of(whole):.2f} s")
+            yield Row(measure, "s", value_of(stages), peers={"whole replicas": value_of(whole)})
+
+
+def _burst(
+    num_requests: int, shape: str, transfers: Transfers, staged_gain_s: float | None = None
+) -> SimulationReport:
     requests = [TracedRequest(at / num_requests, MODEL, *BURST_TOKENS) for at in range(num_requests)]
-    service = _simulate(Trace.of("burst", requests), shape, transfers, NUM_BURST_GPUS, 0.5, 60.0)
-    return _p90_s(report_of(service))
+    trace = Trace.of("burst", requests)
+    service = _simulate(trace, shape, transfers, NUM_BURST_GPUS, 0.5, 60.0, staged_gain_s=staged_gain_s)
+    return report_of(service)
 
 
 def compare(workload: Workload, num_processes: int) -> tuple[list[Row], list[dict[str, object]]]:
@@ -247,6 +264,11 @@ def _told(report: SimulationReport) -> str:
     return f"{report.gpu_s:.0f} GPU-s, p90 {_p90_s(report):.2f} s, at most {report.most_gpus} GPUs"
 
 
+def _p50_s(report: SimulationReport) -> float:
+    assert report.first_token_s is not None, f"no answers: {report}"
+    return report.first_token_s.p50
+
+
 def _p90_s(report: SimulationReport) -> float:
     assert report.first_token_s is not None, f"no answers: {report}"
     return report.first_token_s.p90
@@ -266,6 +288,7 @@ def _simulate(
     keep_alive_s: float,
     *,
     is_ideal: bool = False,
+    staged_gain_s: float | None = None,
 ) -> SimulatedService:
     setting = SimulationSetting(
         {MODEL: shape},
@@ -281,6 +304,7 @@ def _simulate(
         max_queue=MAX_QUEUE,
         keep_alive_s=keep_alive_s,
         first_token_s=first_token_s,
+        staged_start_gain_s=staged_gain_s,
     )
     service = SimulatedService(setting, _machine(is_ideal=is_ideal))
     service.ask(trace.requests)

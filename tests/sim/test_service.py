@@ -450,6 +450,17 @@ def test_workers_that_load_a_model_at_once_answer_sooner_together(policy: Policy
     assert {name for worker in together.workers.values() for name in worker.hosted} == {A}
 
 
+@pytest.mark.parametrize("policy", [Policy.TURNS, Policy.DRAIN])
+def test_a_model_is_loaded_though_the_stage_before_it_is_given_up(policy: Policy) -> None:
+    service = SimulatedService(replace(STAGED_START, policy=policy), MACHINE)
+    service.ask([TracedRequest(0.0, "a", 50, 200)] * 4)
+    cancel(service, [(0, 0.055), (1, 0.055), (3, 0.055)])  # all but one that waits for the whole model
+    service.schedule(WorkerLost(0.06, WorkerId("worker-1")))
+    service.run()
+    service.check()
+    assert [one.is_whole for one in service.answers.values()] == [False, False, True, False]
+
+
 @given(REQUESTS, st.floats(0.0, 2.0), st.sampled_from(["worker-0", "worker-1"]), CANCELS)
 @settings(max_examples=20)
 def test_requests_that_switch_or_lose_a_member_get_each_token_once(

@@ -37,7 +37,7 @@ from hearth.worker.stage_link import (
     StageInlet,
     StageLinks,
     StageOutlet,
-    send_result,
+    result_frame,
 )
 from tests.engine.harness import ROOMY, ask, engine_for, greedy
 from tests.engine.pipeline_rig import CPU, parts_of
@@ -87,7 +87,7 @@ def stages(request: pytest.FixtureRequest) -> Iterator[TwoStages]:
             if pending is not None and isinstance(message, StageStep):
                 result = StageResult("p0", message.plan.step_id, pending.wait())
                 with suppress(OSError):  # it was shut by the test
-                    send_result(back, result)
+                    back.sendall(result_frame(result))
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -130,7 +130,7 @@ def test_steps_that_arrive_twice_run_once(stages: TwoStages, monkeypatch: pytest
 
 
 def test_results_of_another_pipeline_are_dropped_and_counted(stages: TwoStages) -> None:
-    send_result(stages.results, StageResult("p9", 0, StepResult([1], None, [])))
+    stages.results.sendall(result_frame(StageResult("p9", 0, StepResult([1], None, []))))
     assert ask(stages.engine, PROMPTS, greedy()) == ask(engine_for(NAME), PROMPTS, greedy())
     assert stages.links.num_dropped == 1
 
@@ -143,7 +143,7 @@ def test_answers_about_adapters_come_beside_results() -> None:
     links = StageLinks("p0", [0], outlet, near, told=told.put)
     answers = StageAdapterReady("p0", 7), StageAdapterFailed("p0", 8, "device", "no room")
     for answer in (StageAdapterReady("p9", 7), *answers):
-        send_result(far, answer)
+        far.sendall(result_frame(answer))
     assert (told.get(), told.get()) == answers
     assert (links.num_dropped, links.result(waits=False)) == (1, None)
 
@@ -246,7 +246,7 @@ def test_a_repeated_result_is_dropped() -> None:
     outlet = StageOutlet(out, HiddenPlaces(torch.empty(1, 4, 8), is_shared=True), "p0")
     links = StageLinks("p0", [0], outlet, near)
     for number in (0, 0, 1, 0, 1, 3):
-        send_result(far, StageResult("p0", number, StepResult([number], None, [])))
+        far.sendall(result_frame(StageResult("p0", number, StepResult([number], None, []))))
     found = [links.result(waits=True) for _ in range(3)]
     assert [one.number for one in found if one is not None] == [0, 1, 3]
     assert (links.num_dropped, links.result(waits=False)) == (3, None)
@@ -302,7 +302,7 @@ def test_a_descriptor_stays_open_while_the_thread_that_takes_results_uses_it() -
         may_go_on.wait()
 
     links = StageLinks("p0", [0], outlet, near, arrived=has_ended.set, told=told)
-    send_result(far, StageAdapterReady("p0", 7))
+    far.sendall(result_frame(StageAdapterReady("p0", 7)))
     assert is_told.wait(60.0)
     links.close()
     assert near.fileno() >= 0

@@ -71,7 +71,8 @@ class SteppedLoads:
             return
         stages = [one for one in self._hosted if one != model and model_of(one) == model]
         if not all(map(self.is_loaded, stages)):
-            return  # it is loaded behind them
+            self._reclaimer.policy.defer(model, is_any_loading=True)  # it is loaded behind them
+            return
         num_bytes = self._reclaimer.place(model)
         if num_bytes is None:
             return

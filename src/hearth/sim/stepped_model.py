@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hearth.core.sizes import StepLimits, mixed_sizes
-from hearth.core.types import Hold, ModelId, Pace, RequestId, Rung, model_of
+from hearth.core.types import Hold, ModelId, Pace, RequestId, Rung
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.kv_pressure import PressureWatch
 from hearth.policy.batch.plan import Admission
@@ -60,9 +60,7 @@ class HostOrder:
         batch_limits = BatchLimits(
             limits.max_batch_tokens, limits.max_seqs, self.max_context, mixed_sizes(limits)
         )
-        # A pipeline of workers that load the model leaves the rest to the whole model.
-        is_temporary = model_of(self.load.model) != self.load.model
-        kv_bytes = self.load.kv_floor_bytes if is_temporary else self.load.max_kv_bytes
+        kv_bytes = self.load.max_kv_bytes
         kv = KvRange(block_bytes, PAGE_BYTES, max(2, kv_bytes // block_bytes))
         floor_blocks = max(1, self.load.kv_floor_bytes // block_bytes - 1)
         return SteppedEngine(self.shape, batch_limits, kv, limits.block_tokens, floor_blocks, max_step_s)

@@ -319,10 +319,6 @@ def result_frame(result: StageAnswer) -> bytes:
     return _frame(encode_result(result))
 
 
-def send_result(connection: socket.socket, result: StageAnswer) -> None:
-    connection.sendall(result_frame(result))
-
-
 class StageLinks:
     """All stages but the first, by an outlet and the connection that results come back on."""
 

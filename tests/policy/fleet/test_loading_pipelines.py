@@ -133,6 +133,67 @@ def test_a_burst_over_more_workers_gets_smaller_stages() -> None:
     assert stages(gathered(desk)) == {"n1/w": (0, 2), "n2/w": (2, 4), "n3/w": (4, 6)}
 
 
+def test_more_workers_than_layers_are_several_pipelines() -> None:
+    desk = desk_with(*(f"n{number + 1}/w" for number in range(7)))
+    burst(desk, 13)
+    actions = gathered(desk)
+    pipelines = desk.fleet.loading_pipelines.values()
+    assert [[worker.name for worker in one.workers] for one in pipelines] == [
+        ["n1/w", "n2/w", "n3/w"],
+        ["n4/w", "n5/w", "n6/w", "n7/w"],
+    ]
+    names = {model for model, _, reason in why(actions).values() if reason is Why.STAGED}
+    assert names == set(desk.fleet.loading_pipelines), "requests go to both"
+
+
+def test_receivers_from_several_sources_form_pipelines_of_as_many_stages() -> None:
+    desk = desk_with(*(f"n{number + 1}/w" for number in range(6)))
+    for number in range(3, 7):
+        desk._step(ResidencyReported(0.0, M.model, {}, NodeId(f"n{number}")))
+    for node in ("n1", "n2"):  # only send
+        desk.drain_node(node)
+    burst(desk, 7)
+    gathered(desk)
+    pipelines = desk.fleet.loading_pipelines.values()
+    assert [[worker.name for worker in one.workers] for one in pipelines] == [
+        ["n3/w", "n4/w"],
+        ["n5/w", "n6/w"],
+    ]
+    order = list(desk.fleet.models[M.model].loading)
+    assert order == ["n3/w", "n4/w", "n5/w", "n6/w"], "by which sources share out receivers"
+
+
+def test_workers_that_begin_later_form_a_pipeline_of_their_own() -> None:
+    desk = formed()
+    before = name_of(desk)
+    for name in ("n3/w", "n4/w"):
+        desk.join(name, budget_bytes=200)
+        desk._step(ResidencyReported(desk.now_s, M.model, {Rung.DISK: 66}, node_of(WorkerId(name))))
+    for number in range(4, 10):
+        desk.ask(f"r{number}", "m")
+    assert stages(gathered(desk)) == {"n3/w": (0, 3), "n4/w": (3, 6)}
+    assert len(desk.fleet.loading_pipelines) == 2
+    for worker in ("n1/w", "n2/w"):
+        desk.ready("m", worker)
+    assert before not in desk.fleet.loading_pipelines
+    assert len(desk.fleet.loading_pipelines) == 1
+
+
+def test_with_a_target_requests_go_where_the_first_token_comes_first() -> None:
+    desk = desk_with("n1/w", "n2/w", config=replace(CONFIG, first_token_s=1.0))
+    burst(desk, 3)
+    gathered(desk)
+    (pipeline,) = desk.fleet.loading_pipelines.values()
+    whole = desk.fleet.models[M.model].loading.values()
+    expected_s = [one.prompts_until_s - desk.now_s for one in (pipeline, *whole)]
+    assert expected_s == [pytest.approx(3.3), pytest.approx(6.6), pytest.approx(6.6)], "by their loads"
+    desk.finish("r1")
+    assert why(desk.ask("r4", "m"))["r4"][0] == pipeline.model.name
+    desk.finish("r2")
+    pipeline.prompts_until_s += 4.0  # as after long prompts
+    assert why(desk.ask("r5", "m"))["r5"][0] == "m"
+
+
 def test_one_worker_forms_no_pipeline() -> None:
     desk = desk_with("n1/w", "n2/w")
     burst(desk, 2)

@@ -10,18 +10,21 @@ have the model after a fraction of that time:
 
 A stage is hosted beside the whole model, under a name of its own, and has its own promise and KV. A pipeline
 is formed over workers that have room for both, `gather_s` after the second load was ordered, and only if it
-is ready by `min_gain_s` earlier than the first whole replica. Requests that wait for the loads go there, and
-new ones until a whole replica is ready. When no member is loading any more, the pipeline is dissolved. What
-still runs continues on whole replicas like the requests of a lost worker: prompt and tokens are computed
-again, and no KV is moved.
+is ready by `min_gain_s` earlier than the first whole replica. Its members load over different ways: each is
+one if they have the model on their own disks, and if k nodes send it to others, these form pipelines of k
+stages. More than `MAX_STAGES` ways are several pipelines, and workers that begin later form others. Requests
+that wait for the loads go there, and new ones until a whole replica is ready. When no member is loading any
+more, the pipeline is dissolved. What still runs continues on whole replicas like the requests of a lost
+worker: prompt and tokens are computed again, and no KV is moved.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise, zip_longest
 
-from hearth.core.types import Rung, pipeline_name
+from hearth.core.types import NodeId, Rung, pipeline_name
 from hearth.policy.fleet.events import Action, Evict, Why
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pipelines import PipelinePlan, PlannedStage, plan_over
@@ -52,20 +55,22 @@ def serve_while_loading(fleet: Fleet) -> list[Action]:
 def _form(fleet: Fleet, model: Model) -> list[Action]:
     """Have the workers that load a model load it in stages first, and give these the waiting requests."""
     profile, while_loading = model.profile, fleet.config.while_loading
-    if profile is None or while_loading is None or fleet.pipelines_of(model):
+    if profile is None or while_loading is None or not any(one.running for one in model.loading.values()):
         return []
-    plan = _plan(fleet, model, profile)
-    if plan is None or not any(one.running for one in model.loading.values()):
-        return []
-    if _gain_s(fleet, model, plan.stages) < while_loading.min_gain_s:
-        return []
+    plans = _plans(fleet, model, profile)
+    sooner = [one for one in plans if _gain_s(fleet, model, one.stages) >= while_loading.min_gain_s]
+    actions = [action for plan in sooner for action in _load_in_stages(fleet, model, profile, plan)]
+    return actions + fill_slots(fleet, model) if sooner else []
+
+
+def _load_in_stages(fleet: Fleet, model: Model, profile: ModelProfile, plan: PipelinePlan) -> list[Action]:
     actions: list[Action] = []
     loading = [model.loading[stage.worker.name] for stage in plan.stages]
     for replica in loading:
         actions += take_back(fleet, list(replica.running.values()))
         fleet.remove(replica)
         actions.append(Evict(model.name, replica.worker.name, 0.0, is_freed=False))
-        fleet.add(_unloaded(replica))
+        fleet.add(_unloaded(fleet, replica))
     first, name = plan.stages[0], pipeline_name(model.name, fleet.num_added + 1)
     pipeline = Replica(
         Model(name),
@@ -74,14 +79,16 @@ def _form(fleet: Fleet, model: Model) -> list[Action]:
         profile.num_bytes,
         profile.digest,
         max_seqs=first.footprint.max_seqs,
+        prompts_until_s=fleet.now_s + _load_s(fleet, model, plan.stages),
     )
     actions += form_pipeline(fleet, pipeline, plan)
-    actions += [order_load(model.replicas[stage.worker.name]) for stage in plan.stages]
-    return actions + fill_slots(fleet, model)
+    return actions + [order_load(model.replicas[stage.worker.name]) for stage in plan.stages]
 
 
-def _unloaded(replica: Replica) -> Replica:
+def _unloaded(fleet: Fleet, replica: Replica) -> Replica:
     """Return a replica whose load begins again behind that of a stage."""
+    missing_bytes = replica.total_bytes - replica.reused_bytes
+    load_s = fleet.estimates.load_s(missing_bytes, replica.model, replica.worker.node)
     return Replica(
         replica.model,
         replica.worker,
@@ -92,50 +99,73 @@ def _unloaded(replica: Replica) -> Replica:
         reused_bytes=replica.reused_bytes,
         loaded_bytes=replica.reused_bytes,
         prefixes=replica.prefixes,
+        max_kv_tokens=replica.max_kv_tokens,
+        prompts_until_s=fleet.now_s + load_s,
+        prewarmed=replica.prewarmed,
     )
 
 
-def _plan(fleet: Fleet, model: Model, profile: ModelProfile) -> PipelinePlan | None:
-    """Return the pipeline with the most members of one kind, in the order of their names."""
+def _plans(fleet: Fleet, model: Model, profile: ModelProfile) -> list[PipelinePlan]:
+    """Return pipelines of workers of one kind that are in none yet, and that all load over different ways."""
+    members = {worker for pipeline in fleet.pipelines_of(model) for worker in pipeline.workers}
     workers_by_kind: dict[str, list[Worker]] = defaultdict(list)
     for replica in model.loading.values():
-        sizes = profile.stages.get(replica.worker.kind)
-        if sizes is None or replica.stages or not replica.worker.runs_stages:
+        worker, sizes = replica.worker, profile.stages.get(replica.worker.kind)
+        if sizes is None or replica.stages or worker in members or not worker.runs_stages:
             continue
-        if replica.worker.promises.has_room(sizes.footprint(1, is_first=False, is_last=False)):
-            workers_by_kind[replica.worker.kind].append(replica.worker)
+        if worker.promises.has_room(sizes.footprint(1, is_first=False, is_last=False)):
+            workers_by_kind[worker.kind].append(worker)
     kind = max(workers_by_kind, key=lambda one: (len(workers_by_kind[one]), one), default=None)
-    if kind is None or len(workers_by_kind[kind]) < MIN_STAGES:
-        return None
-    sizes = profile.stages[kind]
-    workers = sorted(workers_by_kind[kind], key=lambda one: one.name)[: min(MAX_STAGES, sizes.num_layers)]
-    return plan_over(fleet, profile, workers)
+    if kind is None:
+        return []
+    workers = sorted(workers_by_kind[kind], key=lambda one: one.name)
+    most = min(MAX_STAGES, profile.stages[kind].num_layers)
+    groups = [part for row in zip_longest(*_by_way(model, profile, workers)) for part in _parts(row, most)]
+    plans = (plan_over(fleet, profile, group) for group in groups if len(group) >= MIN_STAGES)
+    return [plan for plan in plans if plan is not None]
+
+
+def _parts(row: Sequence[Worker | None], most: int) -> list[list[Worker]]:
+    """Cut a row of workers into the fewest parts of about the same size."""
+    workers = sorted((one for one in row if one is not None), key=lambda one: one.name)
+    num_parts = -(-len(workers) // most)
+    edges = [len(workers) * number // num_parts for number in range(num_parts + 1)]
+    return [workers[begin:end] for begin, end in pairwise(edges)]
+
+
+def _by_way(model: Model, profile: ModelProfile, workers: Sequence[Worker]) -> list[list[Worker]]:
+    """Group workers by what limits their loads: their own bus, the disk of their node, or a node that sends.
+
+    Several nodes that have the model send at once, each to its own group (`policy/multicast/schedules.py`).
+    """
+    found: dict[str, list[Worker]] = defaultdict(list)
+    sources = [
+        node for node, own in model.residency.items() if max(own.values(), default=0) >= profile.num_bytes
+    ]
+    receivers: dict[NodeId, NodeId] = {}
+    for worker in workers:
+        node, own = worker.node, model.residency.get(worker.node, {})
+        if own.get(Rung.HOST, 0) >= profile.num_bytes:
+            way: str = worker.name
+        elif any(own.values()) or not sources:
+            way = node
+        else:
+            way = receivers.setdefault(node, sources[len(receivers) % len(sources)])
+        found[way].append(worker)
+    return list(found.values())
 
 
 def _gain_s(fleet: Fleet, model: Model, stages: Sequence[PlannedStage]) -> float:
-    """Return how much earlier all stages are loaded than the first whole replica.
-
-    Stages that come over the same way, from one disk or from one other node, come one after the other.
-    """
+    """Return how much earlier all stages are loaded than the first whole replica."""
     estimates, loading = fleet.estimates, model.loading.values()
     whole_s = min(
         estimates.load_s(one.total_bytes - one.loaded_bytes, model, one.worker.node) for one in loading
     )
-    bytes_by_way: dict[str, int] = defaultdict(int)
-    for stage in stages:
-        bytes_by_way[_way(model, stage.worker)] += stage.num_bytes
-    stages_s = max(
-        estimates.load_s(bytes_by_way[_way(model, one.worker)], model, one.worker.node) for one in stages
-    )
-    return whole_s - stages_s
+    return whole_s - _load_s(fleet, model, stages)
 
 
-def _way(model: Model, worker: Worker) -> str:
-    """Return what limits a load: a worker's own bus, the disk of its node, or the node that sends."""
-    own = model.residency.get(worker.node, {})
-    if model.profile is not None and own.get(Rung.HOST, 0) >= model.profile.num_bytes:
-        return worker.name
-    return worker.node if any(own.values()) else model.source_for(worker.node) or worker.node
+def _load_s(fleet: Fleet, model: Model, stages: Sequence[PlannedStage]) -> float:
+    return max(fleet.estimates.load_s(one.num_bytes, model, one.worker.node) for one in stages)
 
 
 def _is_over(model: Model, pipeline: Replica) -> bool:

@@ -11,7 +11,7 @@ most. Of replicas those are compared that have most of the prompt, or the adapte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import chain, islice
@@ -20,7 +20,7 @@ from hearth.core.types import Hold, RequestId, WorkerId
 from hearth.policy.fleet.capacity import BUSY, RETAINED, WARM
 from hearth.policy.fleet.device_bytes import count_missing_bytes
 from hearth.policy.fleet.events import BrainConfig, Option
-from hearth.policy.fleet.first_tokens import prefer_on_time
+from hearth.policy.fleet.first_tokens import expect_first_s, prefer_on_time
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pipelines import PipelinePlan, plan_pipeline
 from hearth.policy.fleet.prefixes import count_tokens
@@ -107,17 +107,27 @@ def _choose_loading_pipeline(fleet: Fleet, request: Request) -> FreeReplica | No
     """Return the pipeline of workers that load a request's model; None: a whole replica comes first, or no
     pipeline has a slot."""
     model = request.model
-    whole = (model.replicas[name] for name in model.with_free_slot)
-    if request.adapter is not None or any(
-        one.is_ready and one.has_slot_for(request, fleet.now_s) for one in whole
-    ):
+    whole = [
+        one
+        for one in (model.replicas[name] for name in model.with_free_slot)
+        if one.has_slot_for(request, fleet.now_s)
+    ]
+    if request.adapter is not None or any(one.is_ready for one in whole):
         return None
     for replica in fleet.pipelines_of(model):
         if replica.takes_requests and replica.has_slot_for(request, fleet.now_s):
+            if fleet.config.first_token_s is not None and _is_sooner(fleet, request, whole, replica):
+                continue
             missing_bytes = max(one.total_bytes - one.loaded_bytes for one in replica.stages)
             option = _price_option(fleet, model, replica.worker, missing_bytes=missing_bytes)
             return FreeReplica(replica, (option,))
     return None
+
+
+def _is_sooner(fleet: Fleet, request: Request, replicas: Sequence[Replica], than: Replica) -> bool:
+    """True if a first token comes sooner on one of several replicas."""
+    limit_s = expect_first_s(fleet, request, than)
+    return any(expect_first_s(fleet, request, one) < limit_s for one in replicas)
 
 
 def choose_place(

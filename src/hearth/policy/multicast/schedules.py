@@ -58,11 +58,7 @@ def multicast(num_sources: int, num_receivers: int, num_parts: int) -> Schedule:
 
 
 def rotated_orders(num_orders: int, num_parts: int) -> list[list[int]]:
-    """Return orders of parts that cover all parts with their first ceil(`num_parts` / `num_orders`).
-
-    Warm nodes load a model from host memory in these orders and serve as a pipeline after that many parts.
-    Their schedule is `multicast(n, n, num_parts)`: source i is the host memory of receiver n + i.
-    """
+    """Return orders of parts that cover all parts with their first ceil(`num_parts` / `num_orders`)."""
     starts = [index * num_parts // num_orders for index in range(num_orders)]
     return [[*range(start, num_parts), *range(start)] for start in starts]
 
