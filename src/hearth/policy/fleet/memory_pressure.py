@@ -16,9 +16,16 @@ from hearth.policy.fleet.drop_plan import DroppedGroup, plan_drop, restorable
 from hearth.policy.fleet.events import Action, PressureReported, Why
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import ModelProfile
-from hearth.policy.fleet.records import Model, Replica, Worker
+from hearth.policy.fleet.records import Model, Replica
 from hearth.policy.fleet.replica_evictions import order_evictions
-from hearth.policy.fleet.serving import fill_slots, form_pipeline, load_for_pressure, order_load, take_back
+from hearth.policy.fleet.serving import (
+    fill_slots,
+    form_pipeline,
+    load_for_pressure,
+    new_replica,
+    order_load,
+    take_back,
+)
 
 
 def record_pressure(fleet: Fleet, event: PressureReported) -> list[Action]:
@@ -127,21 +134,8 @@ def _restore(fleet: Fleet, model: Model) -> list[Action]:
     model.drop.restore(fleet.now_s)
     actions, moved = _dissolve(fleet, groups)
     for worker in (one for members in workers for one in members):
-        actions += _load_whole(fleet, model, profile, worker)
+        there_bytes = model.resident_bytes.get(worker.name, 0)
+        replica = new_replica(model, worker, profile.footprints[worker.kind], there_bytes)
+        fleet.add(replica)
+        actions.append(order_load(replica))
     return actions + fill_slots(fleet, model, moved, Why.RESTORED)
-
-
-def _load_whole(fleet: Fleet, model: Model, profile: ModelProfile, worker: Worker) -> list[Action]:
-    footprint, there_bytes = profile.footprints[worker.kind], model.resident_bytes.get(worker.name, 0)
-    replica = Replica(
-        model,
-        worker,
-        footprint.promise,
-        profile.num_bytes,
-        profile.digest,
-        max_seqs=footprint.max_seqs,
-        reused_bytes=there_bytes,
-        loaded_bytes=there_bytes,
-    )
-    fleet.add(replica)
-    return [order_load(replica)]

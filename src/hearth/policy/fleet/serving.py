@@ -244,23 +244,11 @@ def _load(
     for victim in place.evictions.victims:
         fleet.remove(victim.replica)
         actions += order_evictions(victim.replica, victim.cost_s)
-    worker, footprint, profile = place.worker, place.footprint, model.profile
+    worker = place.worker
     reused_bytes = 0 if place.pipeline is not None else model.resident_bytes.get(worker.name, 0)
-    replica = Replica(
-        model,
-        worker,
-        footprint.promise,
-        profile.num_bytes,
-        profile.digest,
-        max_seqs=footprint.max_seqs,
-        reused_bytes=reused_bytes,
-        loaded_bytes=reused_bytes,
-        prompts_until_s=fleet.now_s + place.start_s,
-        prewarmed=prewarmed,
-    )
-    if footprint.kv_token_bytes:
-        replica.max_kv_tokens = _max_kv_bytes(worker, footprint) // footprint.kv_token_bytes
-        replica.prefixes.max_digests = min(MAX_DIGESTS, replica.max_kv_tokens // PREFIX_TOKENS)
+    replica = new_replica(model, worker, place.footprint, reused_bytes)
+    replica.prompts_until_s = fleet.now_s + place.start_s
+    replica.prewarmed = prewarmed
     if place.pipeline is not None:
         actions += form_pipeline(fleet, replica, place.pipeline)
     else:
@@ -278,6 +266,26 @@ def _load(
         why = _why_now(fleet, first, Why.TURNS if place.takes_turns else why)
         actions.append(_dispatch(fleet, first, replica, why, place.options))
     return actions + fill_slots(fleet, model)
+
+
+def new_replica(model: Model, worker: Worker, footprint: Footprint, reused_bytes: int) -> Replica:
+    """Return a replica that is not in the books yet."""
+    profile = model.profile
+    assert profile is not None, f"removed: `{model.name}`"
+    replica = Replica(
+        model,
+        worker,
+        footprint.promise,
+        profile.num_bytes,
+        profile.digest,
+        max_seqs=footprint.max_seqs,
+        reused_bytes=reused_bytes,
+        loaded_bytes=reused_bytes,
+    )
+    if footprint.kv_token_bytes:
+        replica.max_kv_tokens = _max_kv_bytes(worker, footprint) // footprint.kv_token_bytes
+        replica.prefixes.max_digests = min(MAX_DIGESTS, replica.max_kv_tokens // PREFIX_TOKENS)
+    return replica
 
 
 def order_load(replica: Replica) -> LoadModel:
