@@ -162,7 +162,8 @@ def nf4_state(**changed: object) -> Tensors:
         ("nf4", nf4_state(shape=[-64, -64]), "must have a `shape` of a matrix"),
         ("nf4", nf4_state(shape=[1 << 40, 64]), r"weight` must be \[35184372088832, 1\] of U8"),
         ("nf4", nf4_state(shape=[32, 128]), "has shape .*, config.json says"),
-        ("nf4", nf4_state(nested_blocksize=0, nested_offset=0.0), "`nested_blocksize` and `nested_offset`"),
+        ("nf4", nf4_state(nested_blocksize=0, nested_offset=0.0), "`nested_blocksize` must be an integer"),
+        ("nf4", nf4_state(nested_offset="a"), "`nested_offset` must be a number"),
         ("nf4", nf4_state(nested_blocksize=64, nested_offset=0.0), "absmax` must be .* of U8 or uint8"),
         (
             "nf4",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -102,7 +103,7 @@ def _packed(weight: PackedWeight, k: int) -> tuple[_Weight, int]:
 
 
 @cache
-def _native():  # type: ignore[no-untyped-def] # a function of C
+def _native() -> Callable[[_Weight, _Product, int], None] | None:
     """Return the function in C; None, logged once, where it cannot be had."""
     try:
         run = native_library(Path(__file__).with_suffix(".c"), flags=_FLAGS).hearth_packed_product

@@ -81,10 +81,12 @@ def _looked_up(name: str, checkpoint: Checkpoint, state: Mapping[str, object]) -
         ".absmax": ((num_scales,), _FLOATS),
         ".quant_map": ((16,), _FLOATS),
     }
-    nested, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    nested, offset = state.get("nested_blocksize"), state.get("nested_offset", 0.0)
+    if not isinstance(offset, int | float):
+        raise BadCheckpoint(f"`{name}`: `nested_offset` must be a number")
     if nested is not None:
-        if not isinstance(nested, int) or nested < 1 or not isinstance(offset, float):
-            raise BadCheckpoint(f"`{name}`: `nested_blocksize` and `nested_offset` must be numbers")
+        if not isinstance(nested, int) or nested < 1:
+            raise BadCheckpoint(f"`{name}`: `nested_blocksize` must be an integer of at least 1")
         shapes |= {
             ".absmax": ((num_scales,), _BYTES),
             ".nested_absmax": ((-(-num_scales // nested),), _FLOATS),

@@ -65,9 +65,9 @@ def with_quantized(checkpoint: Checkpoint, config: Fields, arch: Arch) -> Checkp
         case "awq":
             packing = _awq(method)
         case "compressed-tensors" if method.values.get("format") == "float-quantized":
-            weights = _compressed_weights(method, "float", ("tensor", "channel", "block"))
-            is_block = weights.text("strategy") == "block"
-            return with_fp8(checkpoint, _block(weights, "block_structure") if is_block else None)
+            found = _compressed_weights(method, "float", ("tensor", "channel", "block"))
+            is_block = found.text("strategy") == "block"
+            return with_fp8(checkpoint, _block(found, "block_structure") if is_block else None)
         case "compressed-tensors" if method.values.get("format") in FP4_FORMATS:
             _compressed_weights(method, "float", ("group", "tensor_group"))
             return with_fp4(checkpoint)

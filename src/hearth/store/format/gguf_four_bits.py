@@ -77,7 +77,7 @@ def _scales(
 
 def _iq4_factors(stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     """Return factors of 6 bits: the high two are in the first two bytes, the low four in the others."""
-    high, low = np.hsplit(stored, [2])
-    high = np.ascontiguousarray(high).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    low = (low[:, :, None] >> np.array([0, 4], np.uint8) & 15).reshape(len(stored), -1)
-    return (low | high << 4).astype(np.float32) - 32
+    pairs, nibbles = np.hsplit(stored, [2])
+    high = np.ascontiguousarray(pairs).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = (nibbles[:, :, None] >> np.array([0, 4], np.uint8) & 15).reshape(len(stored), -1)
+    return (low | high << 4).astype(np.float32) - np.float32(32)
