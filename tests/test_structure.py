@@ -23,7 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "system": {"core"},
     "policy": {"core"},
     "text": {"core"},
-    "kernels": {"core"},
+    "kernels": {"core", "system"},
     "models": {"core", "kernels"},
     "engine": EXECUTION,
     "memory": BASE | {"kernels", "models"},

@@ -148,8 +148,7 @@ class _PackedModel:
                 text_path = Path(self._text_files.name)
                 self.tokenizer = None if options.skip_tokenizer else _tokenizer_of(source, text_path)
                 dtype = _packed_dtype(options.dtype, source, device)
-                is_cpu = device.type == "cpu"  # which is faster with wide weights
-                self._quant = "none" if is_cpu else checkpoint_quant(source.checkpoint, source.arch)
+                self._quant = checkpoint_quant(source.checkpoint, source.arch)
                 self._layout = layout_of(source.arch, dtype, self._quant)
                 self.spec = _spec_of(source.arch, dtype, options, device, self.tokenizer, text_path)
         except BaseException:

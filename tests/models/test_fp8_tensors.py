@@ -61,23 +61,72 @@ def test_eight_bit_floats_are_kept(tmp_path: Path, name: str, config: Mapping[st
         assert torch.equal(kept[path] if scale is None else kept[path].float() * scale[:, None], tensor)
 
 
+BLOCKS = {**FP8, "weight_block_size": [48, 40]}
+COMPRESSED_BLOCKS = {
+    **compressed_config(strategy="block", type="float", num_bits=8, block_structure=[48, 40]),
+    "format": "float-quantized",
+}
+
+
+def _write_blocks(directory: Path, config: Mapping[str, object], scale: Tensors | None = None) -> Tensors:
+    """Write a model with a scale for each 48 outputs and 40 inputs, and return its wide weights."""
+    kind = "weight_scale_inv" if config is BLOCKS else "weight_scale"
+    torch.manual_seed(7)
+    source = build("llama-gqa").directory
+    wide = load_file(source / "model.safetensors")
+    tensors = dict(wide)
+    for path in [path for path in wide if path.endswith("_proj.weight")]:
+        outputs, inputs = wide[path].shape
+        scales = torch.rand(-(-outputs // 48), -(-inputs // 40))
+        tensors[path] = (wide[path] * 100).to(torch.float8_e4m3fn)
+        tensors[path.replace("weight", kind)] = scales
+        whole = torch.kron(scales, torch.ones(48, 40))[:outputs, :inputs]
+        wide[path] = tensors[path].float() * whole
+    save_file(tensors | (scale or {}), directory / "model.safetensors")
+    fields = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**fields, "quantization_config": config}))
+    return wide
+
+
+@pytest.mark.parametrize("config", [BLOCKS, COMPRESSED_BLOCKS], ids=["fp8", "compressed"])
+def test_blocks_with_scales_become_eight_bits_by_output(tmp_path: Path, config: Mapping[str, object]) -> None:
+    wide = _write_blocks(tmp_path, config)
+
+    with open_directory(tmp_path) as source:
+        quant = checkpoint_quant(source.checkpoint, source.arch)
+        assert all(torch.equal(source.checkpoint[path].read(), wide[path]) for path in wide)
+    kept, widened = _packed(tmp_path, quant), _packed(tmp_path, "none")
+
+    assert quant == "int8 none:head"
+    found = kept["layers.0.qkv.weight"].float() * kept["layers.0.qkv.scale"][:, None]
+    assert (found - widened["layers.0.qkv.weight"]).norm() < 0.01 * widened["layers.0.qkv.weight"].norm()
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({**FP8, "weight_block_size": [128, 128]}, r"`weight_block_size` is \[128, 128\]: .*supported: null"),
-        (
-            {**COMPRESSED, "config_groups": {"a": {"weights": {"type": "float", "strategy": "block"}}}},
-            "`strategy` is 'block'",
-        ),
-    ],
+    ("size", "message"),
+    [([0, 128], "blocks must have outputs"), ([128], "must be a list of 2"), ("128", "must be a list of 2")],
 )
-def test_scales_of_blocks_are_refused_by_field(
-    tmp_path: Path, config: Mapping[str, object], message: str
-) -> None:
-    _write(tmp_path, "llama-gqa", config)
+def test_sizes_of_blocks_that_are_none_are_refused(tmp_path: Path, size: object, message: str) -> None:
+    _write(tmp_path, "llama-gqa", {**FP8, "weight_block_size": size})
 
     with pytest.raises(ModelError, match=message), open_directory(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (torch.ones(2, 3), r"weight_scale_inv` must be \[2, 2\], given: \[2, 3\]"),
+        (torch.full((2, 2), torch.nan), "holds NaN or infinity"),
+    ],
+)
+def test_scales_of_blocks_that_do_not_fit_are_refused(
+    tmp_path: Path, scale: torch.Tensor, message: str
+) -> None:
+    _write_blocks(tmp_path, BLOCKS, {"model.layers.1.self_attn.o_proj.weight_scale_inv": scale})
+
+    with pytest.raises(ModelError, match=message):
+        _packed(tmp_path, "int8 none:head")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_products_may_leave_parts_of_sums_where_nobody_needs_what_is_there(
 
     logits = it.logits(it.decoder.embed(step), step)
 
-    assert torch.equal(logits, expected)
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
     assert len(seen) >= 4 * it.decoder.arch.num_layers
 
 

@@ -121,7 +121,7 @@ def test_biases_of_zeros_that_gptq_adds_are_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "`quant_method` is 'bitsandbytes': supported: gptq, awq, comp"),
+        ({"quant_method": "hqq"}, "`quant_method` is 'hqq': supported: gptq, awq, comp"),
         ({**GPTQ, "bits": 3}, "`bits` is 3: supported: 4"),
         ({**GPTQ, "group_size": 24}, "`group_size` is 24: supported: -1, 16"),
         ({**GPTQ, "group_size": 1280000}, "`group_size` is 1280000"),
@@ -132,7 +132,10 @@ def test_biases_of_zeros_that_gptq_adds_are_dropped(tmp_path: Path) -> None:
             "`checkpoint_format` is 'marlin': supported: gptq, gptq_v2",
         ),
         ({**AWQ, "version": "gemv"}, "`version` is 'gemv': supported: gemm"),
-        ({**compressed_config(), "format": "nvfp4-pack-quantized"}, "`format` is 'nvfp4.*pack-quantized"),
+        (
+            {**compressed_config(), "format": "marlin-24"},
+            "`format` is 'marlin-24': supported: pack-quantized",
+        ),
         ({**compressed_config(), "transform_config": {"config_groups": {}}}, "`transform_config` is"),
         ({**compressed_config(), "sparsity_config": {"format": "sparse-24"}}, "`sparsity_config` is"),
         ({**compressed_config(), "config_groups": {}}, "`config_groups` is {}"),

@@ -54,8 +54,7 @@ class Quant(StrEnum):
 
 
 QUANT_HELP = (
-    "Quantise linear layers to 8 or 4 bits; none: dequantise those that are; auto: keep them, unless "
-    "`deploy` is for a CPU."
+    "Quantise linear layers to 8 or 4 bits; none: dequantise those that are; auto: keep them as they are."
 )
 
 

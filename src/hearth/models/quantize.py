@@ -75,6 +75,8 @@ class FourBitRows:
             tensors["min"] = _exact(self.minimum, form.minimum)
         if form.has_codebook:
             assert self.codebook is not None, f"{form}"
+            if not self.codebook.isfinite().all():
+                raise BadCheckpoint("its codebook holds NaN or infinity; fetch the checkpoint again")
             tensors["codebook"] = self.codebook.float()
         return tensors
 

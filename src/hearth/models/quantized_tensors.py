@@ -19,6 +19,7 @@ import torch
 from hearth.core.errors import BadCheckpoint
 from hearth.kernels.four_bits import ZERO_CODE
 from hearth.models.arch import Arch
+from hearth.models.codebook_tensors import FP4_FORMATS, with_bitsandbytes, with_fp4
 from hearth.models.config_fields import Fields
 from hearth.models.dtypes import DTYPES
 from hearth.models.formats import FourBits, is_group
@@ -31,7 +32,7 @@ from hearth.models.tensor_names import NAMES
 #: Codes of a word, and its dtype in safetensors and PyTorch files.
 _WORD_CODES, _INTEGERS = 8, ("I32", "int32")
 _CONFIG = "quantization_config"
-_METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+_METHODS = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,19 @@ def with_quantized(checkpoint: Checkpoint, config: Fields, arch: Arch) -> Checkp
         case "awq":
             packing = _awq(method)
         case "compressed-tensors" if method.values.get("format") == "float-quantized":
-            _compressed_weights(method, "float", ("tensor", "channel"))
-            return with_fp8(checkpoint)
+            found = _compressed_weights(method, "float", ("tensor", "channel", "block"))
+            is_block = found.text("strategy") == "block"
+            return with_fp8(checkpoint, _block(found, "block_structure") if is_block else None)
+        case "compressed-tensors" if method.values.get("format") in FP4_FORMATS:
+            _compressed_weights(method, "float", ("group", "tensor_group"))
+            return with_fp4(checkpoint)
+        case "bitsandbytes":
+            return with_bitsandbytes(checkpoint)
         case "compressed-tensors":
             packing = _compressed(method)
         case "fp8":
-            if method.has("weight_block_size"):
-                raise method.unsupported("weight_block_size", "a row has one scale here; supported: null")
-            return with_fp8(checkpoint)
+            size = "weight_block_size"
+            return with_fp8(checkpoint, _block(method, size) if method.has(size) else None)
         case _:
             raise method.unsupported("quant_method", f"supported: {', '.join(_METHODS)}")
     suffix = f".{packing.codes}"
@@ -120,7 +126,7 @@ def _awq(f: Fields) -> _Packing:
 
 def _compressed(f: Fields) -> _Packing:
     if f.text("format") != "pack-quantized":
-        raise f.unsupported("format", "supported: pack-quantized, float-quantized")
+        raise f.unsupported("format", "supported: pack-quantized, float-quantized, " + ", ".join(FP4_FORMATS))
     weights = _compressed_weights(f, "int", ("group", "channel"))
     if weights.values.get("actorder") not in (None, False, "weight", "static"):
         raise weights.unsupported("actorder", "inputs of a group must be neighbours; supported: null, weight")
@@ -159,6 +165,13 @@ def _group(f: Fields, bits: str = "bits", *, is_grouped: bool = True) -> int | N
     if not is_group(f.integer("group_size")):
         raise f.unsupported("group_size", "supported: -1, 16, 32, 64 and multiples of 128")
     return f.integer("group_size")
+
+
+def _block(f: Fields, name: str) -> list[int]:
+    sizes = f.integers(name, 2)
+    if 0 in sizes:
+        raise f.unsupported(name, "blocks must have outputs and inputs")
+    return sizes
 
 
 def _weight(packing: _Packing, parts: Mapping[str, StoredTensor], module: str) -> QuantizedTensor:

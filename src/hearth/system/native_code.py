@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,16 +32,17 @@ def remedy_for(error: Exception) -> str:
     return error.remedy if isinstance(error, NativeCodeUnavailable) else "fix the cause given in the reason"
 
 
-def native_library(source: Path, cache: Path | None = None) -> ctypes.CDLL:
+def native_library(source: Path, cache: Path | None = None, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile a C file to a library. Its calls release the interpreter's lock.
 
     With `cache`, a private directory, the library is kept there by the source's contents, the compiler and
-    the platform. Raises NativeCodeUnavailable, also if other users can write to the cache, and OSError.
+    the platform, so `flags` must be for any machine of that. Raises NativeCodeUnavailable, also if other
+    users can write to the cache, and OSError.
     """
     compiler = os.environ.get("CC") or "cc"
     if cache is None:
         with tempfile.TemporaryDirectory(prefix="hearth-") as folder:
-            return ctypes.CDLL(str(_compiled(compiler, source, Path(folder))))
+            return ctypes.CDLL(str(_compiled(compiler, source, Path(folder), flags)))
     _check_private(cache)
     kept = cache / f"{source.stem}-{_key(compiler, source)}.so"
     with suppress(OSError):  # none yet, or of another machine
@@ -48,15 +50,15 @@ def native_library(source: Path, cache: Path | None = None) -> ctypes.CDLL:
         os.utime(kept)  # unused files are pruned
         return library
     with tempfile.TemporaryDirectory(prefix=".native-", dir=cache) as folder:
-        made = _compiled(compiler, source, Path(folder))
+        made = _compiled(compiler, source, Path(folder), flags)
         _write_through(made)
         # Renamed when it is on disk, so that the file is always whole.
         return ctypes.CDLL(str(made.replace(kept)))
 
 
-def _compiled(compiler: str, source: Path, folder: Path) -> Path:
+def _compiled(compiler: str, source: Path, folder: Path, flags: Sequence[str]) -> Path:
     library = folder / f"{source.stem}.so"
-    command = [compiler, *_FLAGS, "-o", str(library), str(source)]
+    command = [compiler, *_FLAGS, *flags, "-o", str(library), str(source)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=COMPILER_S, check=False)
     except subprocess.TimeoutExpired as error:

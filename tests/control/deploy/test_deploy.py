@@ -28,6 +28,7 @@ import httpx
 import huggingface_hub
 import msgspec
 import pytest
+from gguf import GGMLQuantizationType
 from huggingface_hub.errors import DryRunError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from tokenizers import Tokenizer as Backend
 
@@ -146,6 +147,15 @@ def test_dtype_and_quant_are_as_ordered(
 ) -> None:
     facts = deploy(data_dir, checkpoint, name="tiny", **wishes).facts
     assert (facts.dtype, facts.quant) == stored
+
+
+def test_a_quantised_file_stays_so_on_a_cpu(data_dir: DataDir, tmp_path: Path) -> None:
+    model = tiny("llama-gqa", vocab_size=1024, intermediate_size=128)
+    words = byte_level_metadata(["some words"], "gpt-2")
+    file = write_model(tmp_path / "m.gguf", model, kind=GGMLQuantizationType.Q4_0, changes=words)
+
+    assert deploy(data_dir, file, name="kept").facts.quant == "int4-g32-float16 int8:embed"
+    assert deploy(data_dir, file, name="wide", quant="none").facts.quant == "none"
 
 
 def test_a_converted_model_is_registered_where_it_is(data_dir: DataDir, converted: Path) -> None:

@@ -51,7 +51,7 @@ class DeployOrder:
     source: str  #: a directory, a GGUF file, hf:ORG/NAME[:FILE][@REVISION], or a URL of what was converted
     name: str | None = None  #: None: derived from the source
     dtype: str = "auto"  #: float32 for a CPU, else the source's own
-    quant: str = "auto"  #: none for a CPU, else as the source gives weights
+    quant: str = "auto"  #: auto: as the source gives weights
     kind: str = "cpu"  #: of the devices that the model will run on
     overwrite: bool = False  #: replace a model of that name
     base: str | None = None  #: the model that the source is an adapter of; None: its config names it

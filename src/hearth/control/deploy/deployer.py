@@ -233,7 +233,7 @@ def _convert(
         path,
         place,
         dtype="float32" if order.dtype == "auto" and order.kind == "cpu" else order.dtype,
-        quant="none" if order.quant == "auto" and order.kind == "cpu" else order.quant,
+        quant=order.quant,
         store=data_dir.path,
         on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),
     )
