@@ -107,6 +107,9 @@ class HostedModels:
 
     def _load_ahead(self, hosted: HostedModel) -> ModelLoaded | None:
         """Load a model that nobody asks for yet; if models take turns, in a turn for which no other ends."""
+        self._follow_displaced()
+        if hosted.is_loaded:
+            return None
         self.turns.awaited(hosted)
         return self.load_in_turn(hosted)
 
