@@ -15,10 +15,12 @@ from hearth.policy.fleet.events import (
     BrainConfig,
     CancelRun,
     ComputedPrompt,
+    DemandForecast,
     Dispatch,
     Evict,
     LoadModel,
     PressureReported,
+    Prewarming,
     Reject,
     Why,
 )
@@ -101,13 +103,13 @@ def test_a_report_of_a_model_that_has_left_is_ignored() -> None:
 M = staged("m", num_layers=6, max_seqs=9, may_drop=True, kv_token_bytes=1, is_pinned=True)
 
 
-def two_whole(budget_bytes: int = 200, num_workers: int = 2, model: ModelProfile = M) -> Desk:
+def two_whole(num_workers: int = 2, model: ModelProfile = M, config: BrainConfig | None = None) -> Desk:
     """Replicas on all workers, each with four requests."""
-    desk = Desk()
+    desk = Desk(config)
     desk.deploy(replace(model, min_replicas=num_workers, max_replicas=num_workers))
     names = [f"w{number}" for number in range(num_workers)]
     for name in names:
-        desk.join(name, budget_bytes)
+        desk.join(name, 200)
         desk.ready("m", name)
     for number in range(4 * num_workers):
         desk.ask(f"r{number}", "m")
@@ -252,6 +254,22 @@ def test_the_layers_come_back_when_the_demand_has_been_low_for_long_enough() -> 
     assert not desk.fleet.dropped
 
 
+def test_layers_whose_memory_another_model_has_come_back_when_it_leaves() -> None:
+    desk = settled(two_whole())
+    desk.deploy(profile("n", fixed_bytes=100, keep_alive_s=1000.0))
+    desk.ask("n1", "n")
+    desk.ready("n", "w0")
+    desk.finish("n1")
+    press(desk, "w0", 20, room_tokens=160)
+    desk.now_s += HOLD_S
+    assert not of(LoadModel, desk.fire())
+    assert desk.fleet.timer_s is None or desk.fleet.timer_s > desk.now_s, "the brain waits for an event"
+    desk.stop("n")
+    desk.now_s += 1.0
+    assert of(LoadModel, desk.fire())
+    assert state(desk) == "restoring"
+
+
 @pytest.mark.parametrize("when", ["preparing", "dropped", "restoring"])
 @pytest.mark.parametrize("lost", ["w0", "w1"])
 def test_a_lost_member_leaves_whole_replicas(when: str, lost: str) -> None:
@@ -291,6 +309,16 @@ def test_a_group_counts_as_many_replicas() -> None:
     assert dropped(desk)
     assert not desk.fleet.unplaced
     assert desk.fleet.models[M.model].has_all_replicas
+
+
+def test_a_forecast_counts_it_as_many_replicas() -> None:
+    desk = settled(two_whole(config=BrainConfig(prewarming=Prewarming(budget=1.0))))
+    press(desk, "w0", 150, room_tokens=166)
+    desk.join("w2", 200)
+    desk.finish("r0")
+    for desk.now_s in (1.0, 7200.0):  # the budget has grown by then
+        actions = desk._step(DemandForecast(desk.now_s, M.model, 600.0, (1.0,), (100.0,)))
+    assert not of(LoadModel, actions), "it may have two"
 
 
 def test_a_restart_of_the_brain_forgets_no_group() -> None:

@@ -135,7 +135,7 @@ def _may_prewarm(fleet: Fleet, model: Model) -> bool:
 
 def _num_held(fleet: Fleet, model: Model) -> int:
     is_advised = model.advised is not None and fleet.now_s < model.advised.until_s
-    return is_advised + sum(one.hold is not RETAINED for one in model.usable.values())
+    return is_advised + model.num_held
 
 
 def _prewarm(

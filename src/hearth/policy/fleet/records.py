@@ -181,6 +181,11 @@ class Model:
         return most is not None and sum(one.num_replaced for one in self.usable.values()) >= most
 
     @property
+    def num_held(self) -> int:
+        """How many replicas take new requests and are not retained, as a user would count them."""
+        return sum(one.num_replaced for one in self.usable.values() if one.hold is not RETAINED)
+
+    @property
     def is_resident(self) -> bool:
         return bool(self.replicas or self.resident_bytes)
 

@@ -444,7 +444,8 @@ def set_timer(fleet: Fleet) -> SetTimer | None:
     if (due_s := fleet.forecasts_due.lowest) is not None:
         at_s = min(at_s, due_s)
     for model in fleet.dropped.values():
-        at_s = min(at_s, max(fleet.now_s, model.drop.due_s))
+        if model.drop.due_s > fleet.now_s:  # else what stands in the way ends with an event
+            at_s = min(at_s, model.drop.due_s)
     for drain in fleet.drains.values():
         if (until_s := drain.began_s + fleet.config.max_drain_s) >= at_s:
             break
