@@ -111,7 +111,7 @@ def _expect(fleet: Fleet, model: Model, profile: ModelProfile, forecast: DemandF
     mean_per_s, high_per_s = (forecast.mean_per_s[at], forecast.high_per_s[at]) if is_known else (0.0, 0.0)
     num_replicas = int(mean_per_s * model.unpinned_s >= 1.0)
     if (run_s := fleet.estimates.run_s_by_model.get(model.name)) is not None:
-        slots = min(one.max_seqs for one in profile.footprints.values())
+        slots = min((one.max_seqs for one in profile.footprints.values()), default=1)
         num_running = math.ceil(high_per_s * run_s / (slots * UTILISATION))
         num_replicas = num_running if num_running > 1 else num_replicas
     first = _interval(forecast, fleet.now_s)
@@ -246,7 +246,7 @@ def _next_look_s(
         for replica in model.usable.values():
             is_idle = replica.hold is WARM
             due_s = min(due_s, replica.expires_s if is_idle else fleet.now_s + model.unpinned_s)
-        if model.advised is not None:
+        if model.advised is not None and model.advised.until_s > fleet.now_s:
             due_s = min(due_s, model.advised.until_s)
     return max(due_s, fleet.now_s + MIN_LOOK_S)
 
