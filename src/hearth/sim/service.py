@@ -496,7 +496,7 @@ class SimulatedService:
                     needed_bytes = self._profiles[model].num_bytes
                     if self._is_host_limited:  # the device may still have the beginning
                         needed_bytes -= self.workers[action.worker].reclaimer.device.count_bytes(model)
-                    if self.network.find(model, node, self.now_s, self._needed(needed_bytes)) is not None:
+                    if self.network.find(model, node, self.now_s, needed_bytes) is not None:
                         self.network.keep(model, node)
                     elif needed_bytes > 0:
                         lacking.setdefault(model, {})[node] = needed_bytes
@@ -518,17 +518,13 @@ class SimulatedService:
     def _is_host_limited(self) -> bool:
         return self.setting.transfers.host_bytes < math.inf
 
-    def _needed(self, num_bytes: int) -> int:
-        """Return how many bytes a copy in host memory must have; without a limit, all are whole."""
-        return num_bytes if self._is_host_limited else 0
-
     def _source(self, order: HostOrder, num_bytes: int) -> tuple[float, Rung]:
         """Return when the machine of a worker has what the worker loads in host memory, and where from."""
         load = order.load
         model, node = model_of(load.model), self.fleet.workers[load.worker].node
         whole_bytes = self._profiles[model].num_bytes
         num_bytes = min(num_bytes, whole_bytes) if load.pipeline is None else whole_bytes
-        fetched = self.network.find(model, node, self.now_s, self._needed(num_bytes))
+        fetched = self.network.find(model, node, self.now_s, num_bytes)
         if fetched is None:
             self._bring(model, [node], num_bytes)
             fetched = self.network.find(model, node, self.now_s)

@@ -57,10 +57,9 @@ def follow_forecasts(fleet: Fleet) -> list[Action]:
     while (due_s := fleet.forecasts_due.lowest) is not None and due_s <= fleet.now_s:
         fleet.prewarm_budget.grow(fleet.now_s, prewarming.budget * len(fleet.workers))
         model = fleet.models[next(iter(fleet.forecasts_due))]
-        if (forecast := model.forecast) is not None and model.profile is not None:
-            actions += _follow(fleet, model, model.profile, forecast, prewarming)
-        else:
-            _look_again(fleet, model, math.inf)
+        assert model.profile is not None, f"removed: `{model.name}`"
+        assert model.forecast is not None, f"due without a forecast: `{model.name}`"
+        actions += _follow(fleet, model, model.profile, model.forecast, prewarming)
     return actions
 
 
@@ -204,16 +203,17 @@ def _bring_to_host(
     if saved_s < MIN_HOST_GAIN_S or not fleet.prewarm_budget.take(load_s):
         return []
     model.host_prewarmed_s = fleet.now_s
-    told = Prewarm(
-        model.name,
-        worker.name,
-        to_host=True,
-        lead_s=load_s,
-        expected_per_s=expected.per_s,
-        cost_s=load_s,
-        is_advice=prewarming.is_advice,
-    )
-    return [told]
+    return [
+        Prewarm(
+            model.name,
+            worker.name,
+            to_host=True,
+            lead_s=load_s,
+            expected_per_s=expected.per_s,
+            cost_s=load_s,
+            is_advice=prewarming.is_advice,
+        )
+    ]
 
 
 def _add_machine(fleet: Fleet, model: Model, prewarming: Prewarming) -> list[Action]:

@@ -335,6 +335,16 @@ def take_back(fleet: Fleet, requests: Sequence[Request]) -> list[Action]:
     return actions
 
 
+def dissolve(fleet: Fleet, replicas: Sequence[Replica]) -> tuple[list[Action], set[RequestId]]:
+    """Remove replicas, whose weights stay where they are. Return the orders, and the requests that move."""
+    running = [request for replica in replicas for request in replica.running.values()]
+    actions = take_back(fleet, running)
+    for replica in replicas:
+        fleet.remove(replica)
+        actions += order_evictions(replica, 0.0)
+    return actions, {one.request_id for one in running}
+
+
 def fill_slots(
     fleet: Fleet, model: Model, moved: Collection[RequestId] = frozenset(), why_moved: Why = Why.WAITED
 ) -> list[Action]:
