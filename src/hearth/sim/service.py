@@ -344,7 +344,7 @@ class SimulatedService:
     def _happen(self, event: Event) -> None:
         if isinstance(event, RequestArrived) and self.answers[event.request_id].ended_s is not None:
             return  # its client has gone while it was on its way
-        if isinstance(event, ResidencyReported):  # what was to be forgotten may be used again
+        if isinstance(event, ResidencyReported):  # whatever is there by now
             event = replace(event, bytes_by_rung=self._residency(event.model, event.node))
         if self._gate is None:
             self._tell(event)
@@ -505,8 +505,7 @@ class SimulatedService:
 
     def _bring(self, model: ModelId, nodes: Sequence[NodeId], num_bytes: int) -> None:
         for node, one in self.network.fetch(model, nodes, num_bytes, self.now_s).items():
-            in_host = {Rung.HOST: num_bytes, Rung.DISK: self._profiles[model].num_bytes}
-            self.schedule(ResidencyReported(one.arrived_s, model, in_host, node))
+            self.schedule(ResidencyReported(one.arrived_s, model, {}, node))
             if one.source is not None:
                 bytes_per_s = num_bytes / (one.arrived_s - one.began_s)
                 self.schedule(LinkMeasured(one.arrived_s, one.source, node, bytes_per_s, 0.0))
