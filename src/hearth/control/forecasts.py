@@ -14,9 +14,9 @@ import msgspec
 from hearth.control.driver import Driver
 from hearth.control.observe.observer import describe_prewarm
 from hearth.control.observe.views import ForecastView
-from hearth.control.request_history import LONG_STEP_S, STEP_S, RequestHistory
+from hearth.control.request_history import STEP_S, RequestHistory
 from hearth.core.errors import HearthError
-from hearth.core.forecast_messages import ForecastSetup, RecordedRequests, RequestForecast
+from hearth.core.forecast_messages import LONG_STEP_S, ForecastSetup, RecordedRequests, RequestForecast
 from hearth.core.types import ModelId
 from hearth.node import processes
 from hearth.policy.fleet.events import Action, DemandForecast, Event, ModelRemoved, Prewarm
