@@ -293,6 +293,19 @@ def test_a_lost_member_leaves_whole_replicas(when: str, lost: str) -> None:
     assert len(desk.fleet.queues.requests) == 8
 
 
+def test_what_a_lost_group_had_room_for_is_not_counted() -> None:
+    desk = two_whole(num_workers=4)
+    assert num_groups(desk, 60) == 2
+    for number in range(4):
+        desk.ready("m", f"w{number}")
+    one, lost = (group for group in desk.fleet.models[M.model].usable.values() if group.is_dropped)
+    desk.lose(lost.worker.name)
+    press(desk, one.worker.name, 80, room_tokens=166)
+    desk.now_s += 2 * HOLD_S
+    desk.fire()
+    assert state(desk) == "dropped", "80 tokens are more than half of what two replicas have room for"
+
+
 def test_a_group_that_cannot_be_formed_costs_no_request() -> None:
     desk = two_whole()
     dropped(desk)

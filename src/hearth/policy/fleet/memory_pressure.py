@@ -72,7 +72,7 @@ def _groups_of(model: Model) -> Groups:
         num_ready=sum(one.is_ready for one in groups),
         num_loading=sum(not one.is_ready for one in others),
         demand_tokens=sum(one.demand_tokens for one in (*groups, *others)),
-        room_tokens=model.drop.whole_tokens + sum(one.room_tokens for one in others),
+        room_tokens=sum(one.whole_tokens for one in groups) + sum(one.room_tokens for one in others),
     )
 
 
@@ -83,16 +83,16 @@ def _drop(fleet: Fleet, model: Model) -> list[Action]:
     if not model.drop.may_drop(groups, fleet.now_s):
         return []
     planned = plan_drop(fleet, model, profile)
-    replaced = [replica for group in planned for replica in group.replicas]
-    if not replaced:
+    if not planned:
         return []
-    model.drop.drop(sum(one.room_tokens for one in replaced), fleet.now_s)
+    model.drop.drop(fleet.now_s)
     fleet.dropped[model.name] = model
-    actions, moved = dissolve(fleet, replaced)
+    actions, moved = dissolve(fleet, [replica for group in planned for replica in group.replicas])
     for group in planned:
         first = group.pipeline.stages[0]
         pipeline = new_replica(model, first.worker, first.footprint, 0)
         pipeline.is_dropped, pipeline.kv_share = True, group.kv_share
+        pipeline.whole_tokens = sum(one.room_tokens for one in group.replicas)
         actions += form_pipeline(fleet, pipeline, group.pipeline)
     return actions + fill_slots(fleet, model, moved, Why.DROPPED)
 
