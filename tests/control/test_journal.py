@@ -239,7 +239,7 @@ FORMAT = {
     "Arrivals": "last_s num_short num_long",
     "CancelRun": "request_id worker",
     "ComputedPrompt": "num_tokens seconds",
-    "Demand": "history_by_model",
+    "Demand": "history_by_model by_last_use",
     "DemandHistory": "last_s mean_interval_s",
     "DemandForecast": "now_s model step_s mean_per_s high_per_s age_s",
     "DeviceReported": "now_s worker bytes_by_model",
@@ -260,7 +260,7 @@ FORMAT = {
     "KnownAdapters": "used",
     "KnownPrefixes": "max_digests used",
     "LoadFailure": "message delay_s until_s is_deadly",
-    "LoadModel": "model worker kv_floor_bytes max_kv_bytes promise pipeline",
+    "LoadModel": "model worker kv_floor_bytes max_kv_bytes promise pipeline is_ahead",
     "LoadProgressed": "now_s worker model num_bytes",
     "Model": (
         "name profile named_keep_alive_s is_stopped num_deadly_loads failure residency largest_holders "

@@ -254,19 +254,16 @@ def test_the_layers_come_back_when_the_demand_has_been_low_for_long_enough() -> 
     assert not desk.fleet.dropped
 
 
-def test_layers_whose_memory_another_model_has_come_back_when_it_leaves() -> None:
+def test_layers_whose_memory_other_models_have_come_back_when_one_leaves() -> None:
     desk = settled(two_whole())
-    desk.deploy(profile("n", fixed_bytes=100, keep_alive_s=1000.0))
-    desk.ask("n1", "n")
-    desk.ready("n", "w0")
-    desk.finish("n1")
+    desk.deploy(profile("n", 130, keep_alive_s=1000.0), profile("o", 130, keep_alive_s=1000.0))
+    for model in ("n", "o"):
+        desk.serve(f"of {model}", model)
     press(desk, "w0", 20, room_tokens=160)
     desk.now_s += HOLD_S
     assert not of(LoadModel, desk.fire())
     assert desk.fleet.timer_s is None or desk.fleet.timer_s > desk.now_s, "the brain waits for an event"
-    desk.stop("n")
-    desk.now_s += 1.0
-    assert of(LoadModel, desk.fire())
+    assert of(LoadModel, desk.remove("n"))
     assert state(desk) == "restoring"
 
 
@@ -328,8 +325,8 @@ def test_a_forecast_counts_it_as_many_replicas() -> None:
     desk = settled(two_whole(config=BrainConfig(prewarming=Prewarming(budget=1.0))))
     press(desk, "w0", 150, room_tokens=166)
     desk.join("w2", 200)
-    desk.finish("r0")
-    for desk.now_s in (1.0, 7200.0):  # the budget has grown by then
+    for number, desk.now_s in enumerate((1.0, 7200.0)):  # the budget has grown by then
+        desk.finish(f"r{number}")
         actions = desk._step(DemandForecast(desk.now_s, M.model, 600.0, (1.0,), (100.0,)))
     assert not of(LoadModel, actions), "it may have two"
 

@@ -180,7 +180,7 @@ def test_a_forecast_of_a_model_that_may_run_on_no_worker_any_more_loads_nothing(
     desk.now_s += 2.0
     desk.finish("r")
     desk.deploy(profile("m", kinds=()))
-    assert forecast(desk, 1.0) == []
+    assert of(LoadModel, forecast(desk, 1.0)) == []
 
 
 def test_a_model_that_was_stopped_or_fails_is_not_loaded_unasked() -> None:
