@@ -41,9 +41,10 @@ from random import Random
 import numpy as np
 
 from bench.report import Row, arguments, emit, step, tell
+from hearth.core.forecast_messages import LONG_STEP_S
 from hearth.core.sizes import WantedLimits
 from hearth.core.types import ModelId, Rung
-from hearth.forecast.replay import STEP_S, replay
+from hearth.forecast.replay import replay
 from hearth.forecast.series import DAY_S
 from hearth.policy.fleet.events import DemandForecast, Prewarming
 from hearth.sim.arrivals import CountedPeriod, Lengths, Period, RatedPeriod
@@ -114,12 +115,12 @@ def read_workload(traces: Path, name: str, num_models: int) -> Workload:
     begin_s, length_s, lengths = BEGIN_S[name], LENGTH_S[name], _lengths(traces)
     shapes, requests = dict[ModelId, str](), list[TracedRequest]()
     before, arrivals_s = dict[ModelId, list[float]](), dict[ModelId, list[float]]()
-    num_before = int(begin_s // STEP_S)
+    num_before = int(begin_s // LONG_STEP_S)
     for number, of_model in enumerate(periods.values()):
         model = ModelId(f"model-{number}")
         shapes[model] = SHAPES[number % len(SHAPES)]
         times_s = sorted(at_s for period in of_model for at_s in period.draw_arrivals(chooser))
-        steps = [int(at_s // STEP_S) for at_s in times_s if at_s < begin_s]
+        steps = [int(at_s // LONG_STEP_S) for at_s in times_s if at_s < begin_s]
         before[model] = np.bincount(steps, minlength=num_before).tolist()
         arrivals_s[model] = [at_s - begin_s for at_s in times_s if begin_s <= at_s < begin_s + length_s]
         for at_s in arrivals_s[model]:

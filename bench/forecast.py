@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from bench.report import Row, arguments, emit, percentiles, step
+from hearth.core.types import ModelId
 from hearth.forecast.choice import HORIZON, Fit, choose_one, fit_hedged, methods
 from hearth.forecast.series import DAY_S, Numbers, Series
 
@@ -144,7 +145,7 @@ def measured(series: Sequence[Series], fits: Mapping[str, Fit], train_s: float) 
     chosen = [one.refit(past) for one, past in zip(chosen, series, strict=True)]
     refitted_s = time.process_time()
     for one, past in zip(chosen, series, strict=True):
-        one.forecast(past)
+        one.forecast(ModelId("a"), past)
     ended_s = time.process_time()
     num = len(series)
     return Costs(
@@ -160,7 +161,7 @@ def azure_mape(traces: Path, name: str) -> float:
     for end in range(1, len(counts) - HORIZON + 1):
         past = Series(counts[:end], AZURE_STEP_S)
         expected[end + HORIZON - 1] = (
-            choose_one(past, methods([past])).forecast(past).mean_per_s[-1] * AZURE_STEP_S
+            choose_one(past, methods([past])).forecast(ModelId("a"), past).mean_per_s[-1] * AZURE_STEP_S
         )
     return _mape(counts, expected)
 

@@ -14,9 +14,10 @@ import pytest
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.deployed import Deployed
 from hearth.control.forecasts import Forecasts
-from hearth.control.request_history import LONG_STEP_S, STEP_S, RequestHistory
+from hearth.control.request_history import STEP_S, RequestHistory
 from hearth.control.requests.caller import OPERATOR
 from hearth.core.errors import RequestError, UnknownModel
+from hearth.core.forecast_messages import LONG_STEP_S
 from hearth.core.types import ModelId, RequestId
 from hearth.node import processes
 from hearth.policy.fleet.events import DemandForecast, RequestArrived

@@ -239,7 +239,7 @@ FORMAT = {
     "Arrivals": "last_s num_short num_long",
     "CancelRun": "request_id worker",
     "ComputedPrompt": "num_tokens seconds",
-    "Demand": "history_by_model",
+    "Demand": "history_by_model by_last_use",
     "DemandHistory": "last_s mean_interval_s",
     "DemandForecast": "now_s model step_s mean_per_s high_per_s age_s",
     "DeviceReported": "now_s worker bytes_by_model",
@@ -260,7 +260,7 @@ FORMAT = {
     "KnownAdapters": "used",
     "KnownPrefixes": "max_digests used",
     "LoadFailure": "message delay_s until_s is_deadly",
-    "LoadModel": "model worker kv_floor_bytes max_kv_bytes promise pipeline",
+    "LoadModel": "model worker kv_floor_bytes max_kv_bytes promise pipeline is_ahead",
     "LoadProgressed": "now_s worker model num_bytes",
     "Model": (
         "name profile named_keep_alive_s is_stopped num_deadly_loads failure residency largest_holders "
@@ -277,7 +277,7 @@ FORMAT = {
     "ModelStopped": "now_s model is_freed",
     "Option": "worker queue_s load_s utilisation cost_s obstacle evict_s missing_bytes prompt_s "
     "cached_tokens",
-    "ParameterDrop": "state whole_tokens hold_s relieved_s restored_s blocked_until_s",
+    "ParameterDrop": "state hold_s relieved_s restored_s blocked_until_s",
     "PartBytes": "layer_bytes first_bytes last_bytes",
     "Prewarm": "model worker to_host lead_s expected_per_s cost_s is_advice",
     "PrewarmBudget": "device_s at_s per_s machine_s",
@@ -293,8 +293,8 @@ FORMAT = {
     "Replica": (
         "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s has_served "
         "is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin is_pin_refused "
-        "notified_hold is_dropped kv_share prefixes num_prompt_tokens max_kv_tokens demand_tokens "
-        "room_tokens prompts_until_s spare prewarmed"
+        "notified_hold is_dropped kv_share whole_tokens prefixes num_prompt_tokens max_kv_tokens "
+        "demand_tokens room_tokens prompts_until_s spare prewarmed"
     ),
     "ReplicaState": "model worker facts running stages",
     "Request": (

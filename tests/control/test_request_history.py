@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hearth.control import request_history
 from hearth.control.observe.metrics import Metrics
-from hearth.control.request_history import LONG_STEP_S, NUM_STEPS, STEP_S, RequestHistory
+from hearth.control.request_history import STEP_S, RequestHistory
+from hearth.core.forecast_messages import LONG_STEP_S, NUM_STEPS
 from hearth.core.types import ModelId, RequestId
 from hearth.policy.fleet.events import RequestArrived
 

@@ -17,7 +17,7 @@ def choose_one(counts: Numbers) -> Chosen:
 def test_a_daily_pattern_is_expected_to_return() -> None:
     day = np.arange(144.0) % 7 * 30
     counts = np.tile(day, 16)
-    forecast = choose_one(counts).forecast(Series(counts, STEP_S))
+    forecast = choose_one(counts).forecast(MODEL, Series(counts, STEP_S))
     assert forecast.method == "regression"
     assert np.allclose(forecast.mean_per_s, day[:HORIZON] / STEP_S, atol=0.06)
     assert forecast.mase is not None
@@ -27,6 +27,6 @@ def test_a_daily_pattern_is_expected_to_return() -> None:
 def test_series_without_a_past_are_expected_to_stay() -> None:
     for counts in ([], [np.nan, np.nan], [5.0], [2.0, 9.0] * 8, [0.0] * 500, [7.0] * 500):
         past = np.array(counts)
-        forecast = choose_one(past).forecast(Series(past, STEP_S))
+        forecast = choose_one(past).forecast(MODEL, Series(past, STEP_S))
         last = 0.0 if np.isnan(past).all() else past[-1]
         assert forecast.mean_per_s == forecast.high_per_s == (last / STEP_S,) * HORIZON

@@ -10,7 +10,8 @@ import pytest
 
 from hearth.control.datadir import DataDir
 from hearth.control.observe.metrics import Metrics
-from hearth.control.request_history import LONG_STEP_S, STEP_S, RequestHistory
+from hearth.control.request_history import STEP_S, RequestHistory
+from hearth.core.forecast_messages import LONG_STEP_S
 from hearth.core.types import ModelId, RequestId
 from hearth.policy.fleet.events import RequestArrived
 from tests.service.harness import SMALL, Service, eventually, serving

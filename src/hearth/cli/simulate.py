@@ -22,6 +22,7 @@ from hearth.cli.sizing import describe, find
 from hearth.cli.snapshot import cost_profile
 from hearth.core.config import EngineConfig, parse_bytes
 from hearth.core.errors import ConfigError
+from hearth.core.forecast_messages import LONG_STEP_S
 from hearth.core.types import ModelId, Pace, Rung
 from hearth.policy.fleet.events import DemandForecast, Prewarming
 from hearth.sim.arrivals import Lengths, draw_trace, steady
@@ -35,8 +36,6 @@ from hearth.sim.traces import Trace
 
 #: Used if a trace has no lengths.
 DEFAULT_LENGTHS = Lengths.fixed(512, 128)
-#: In which a service records requests, see `control/request_history.py`.
-STEP_S = 600.0
 #: Duration of a random trace without --length.
 DRAWN_S = 600.0
 
@@ -231,7 +230,7 @@ def simulate(
         host_bytes=math.inf if host_memory is None else parse_bytes(host_memory),
     )
     chooser, drawn = Random(seed), DEFAULT_LENGTHS if lengths is None else read_lengths(lengths)
-    window_s, step_s = math.inf if length_s is None else length_s, STEP_S * speed
+    window_s, step_s = math.inf if length_s is None else length_s, LONG_STEP_S * speed
     if journal is None:
         shapes, num_workers, memory_bytes = parse_models(models), 1, _default_memory(machine)
         names = list(map(str, shapes))

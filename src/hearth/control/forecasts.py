@@ -14,12 +14,11 @@ import msgspec
 from hearth.control.driver import Driver
 from hearth.control.observe.observer import describe_prewarm
 from hearth.control.observe.views import ForecastView
-from hearth.control.request_history import LONG_STEP_S, STEP_S, RequestHistory
+from hearth.control.request_history import STEP_S, RequestHistory
 from hearth.core.errors import HearthError
-from hearth.core.forecast_messages import ForecastSetup, RecordedRequests, RequestForecast
+from hearth.core.forecast_messages import LONG_STEP_S, ForecastSetup, RecordedRequests, RequestForecast
 from hearth.core.types import ModelId
 from hearth.node import processes
-from hearth.policy.fleet.capacity import RETAINED
 from hearth.policy.fleet.events import Action, DemandForecast, Event, ModelRemoved, Prewarm
 from hearth.policy.fleet.prewarm import expected_demand
 
@@ -83,7 +82,7 @@ class Forecasts:
             begin_at_s=self.begin_s,
             forecast=forecast,
             reason=reason,
-            num_loaded=0 if model is None else sum(one.hold is not RETAINED for one in model.usable.values()),
+            num_loaded=0 if model is None else model.num_held,
             num_wanted=None if expected is None else expected.num_replicas,
             lead_s=None if expected is None else expected.lead_s,
             expected_per_s=None if expected is None else expected.per_s,

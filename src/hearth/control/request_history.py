@@ -25,11 +25,11 @@ import msgspec
 
 from hearth.control.observe.metrics import Metrics
 from hearth.core.atomic_file import write_file
+from hearth.core.forecast_messages import LONG_STEP_S, NUM_STEPS
 from hearth.core.types import ModelId
 from hearth.policy.fleet.events import Action, Event, RequestArrived
 
-STEP_S, LONG_STEP_S = 10.0, 600.0
-NUM_STEPS = 2160
+STEP_S = 10.0
 STEPS_PER_LONG = 60
 #: A long step is recorded if so many of its steps are.
 MIN_RECORDED = STEPS_PER_LONG // 2

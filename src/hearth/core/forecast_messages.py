@@ -12,6 +12,9 @@ from msgspec import Struct
 
 from hearth.core.types import ModelId
 
+#: Requests are forecast in steps of so long, from so many at most.
+LONG_STEP_S, NUM_STEPS = 600.0, 2160
+
 
 class ForecastSetup(Struct, frozen=True):
     log_level: str

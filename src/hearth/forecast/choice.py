@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hearth.core.forecast_messages import RequestForecast
 from hearth.core.types import ModelId
 from hearth.forecast.hedge import Hedged, outcomes
 from hearth.forecast.methods import Fitted, LastValue, Mean
@@ -32,16 +33,6 @@ Fit = Callable[[Numbers, Series], Fitted | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
-    method: str
-    step_s: float
-    mean_per_s: tuple[float, ...]  #: requests per second in each of the next steps
-    high_per_s: tuple[float, ...]  #: more come with a probability of 10%
-    #: Mean absolute error one step ahead, on the recent past, relative to the last value as the forecast.
-    mase: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Chosen:
     """The method for one model, fitted, and how it has done."""
 
@@ -49,21 +40,23 @@ class Chosen:
     fit: Fit
     fitted: Fitted
     excess: Numbers  #: for each step ahead, requests beyond the forecast, exceeded with probability `MISS`
-    mase: float | None
+    mase: float | None  #: as in `RequestForecast`
 
     def refit(self, series: Series) -> Chosen:
         """Return the same method with parameters that fit the series of now."""
         fitted = fit_hedged(self.fit, series.without_gaps(), series)
         return self if fitted is None else replace(self, fitted=fitted)
 
-    def forecast(self, series: Series) -> Forecast:
+    def forecast(self, model: ModelId, series: Series) -> RequestForecast:
         counts = series.without_gaps()
         mean = np.zeros(HORIZON)
         if len(counts):
             mean = self.fitted.predict(counts, np.array([len(counts)]), HORIZON)[0]
         high = np.maximum(mean + self.excess, 0.0)
         mean_per_s, high_per_s = ((one / series.step_s).tolist() for one in (mean, high))
-        return Forecast(self.method, series.step_s, tuple(mean_per_s), tuple(high_per_s), self.mase)
+        return RequestForecast(
+            model, self.method, series.step_s, tuple(mean_per_s), tuple(high_per_s), self.mase
+        )
 
 
 def choose(series_by_model: Mapping[ModelId, Series]) -> dict[ModelId, Chosen]:

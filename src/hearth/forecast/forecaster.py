@@ -39,7 +39,4 @@ class Forecaster:
         # Also those that had too little history an hour ago.
         self._chosen |= choose({name: one for name, one in series.items() if name not in self._chosen})
         for name, one in series.items():
-            found = self._chosen[name].forecast(one)
-            yield RequestForecast(
-                name, found.method, found.step_s, found.mean_per_s, found.high_per_s, found.mase
-            )
+            yield self._chosen[name].forecast(name, one)

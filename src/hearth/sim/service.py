@@ -344,7 +344,7 @@ class SimulatedService:
     def _happen(self, event: Event) -> None:
         if isinstance(event, RequestArrived) and self.answers[event.request_id].ended_s is not None:
             return  # its client has gone while it was on its way
-        if isinstance(event, ResidencyReported):  # what was to be forgotten may be used again
+        if isinstance(event, ResidencyReported):  # whatever is there by now
             event = replace(event, bytes_by_rung=self._residency(event.model, event.node))
         if self._gate is None:
             self._tell(event)
@@ -496,7 +496,7 @@ class SimulatedService:
                     needed_bytes = self._profiles[model].num_bytes
                     if self._is_host_limited:  # the device may still have the beginning
                         needed_bytes -= self.workers[action.worker].reclaimer.device.count_bytes(model)
-                    if self.network.find(model, node, self.now_s, self._needed(needed_bytes)) is not None:
+                    if self.network.find(model, node, self.now_s, needed_bytes) is not None:
                         self.network.keep(model, node)
                     elif needed_bytes > 0:
                         lacking.setdefault(model, {})[node] = needed_bytes
@@ -505,8 +505,7 @@ class SimulatedService:
 
     def _bring(self, model: ModelId, nodes: Sequence[NodeId], num_bytes: int) -> None:
         for node, one in self.network.fetch(model, nodes, num_bytes, self.now_s).items():
-            in_host = {Rung.HOST: num_bytes, Rung.DISK: self._profiles[model].num_bytes}
-            self.schedule(ResidencyReported(one.arrived_s, model, in_host, node))
+            self.schedule(ResidencyReported(one.arrived_s, model, {}, node))
             if one.source is not None:
                 bytes_per_s = num_bytes / (one.arrived_s - one.began_s)
                 self.schedule(LinkMeasured(one.arrived_s, one.source, node, bytes_per_s, 0.0))
@@ -518,17 +517,13 @@ class SimulatedService:
     def _is_host_limited(self) -> bool:
         return self.setting.transfers.host_bytes < math.inf
 
-    def _needed(self, num_bytes: int) -> int:
-        """Return how many bytes a copy in host memory must have; without a limit, all are whole."""
-        return num_bytes if self._is_host_limited else 0
-
     def _source(self, order: HostOrder, num_bytes: int) -> tuple[float, Rung]:
         """Return when the machine of a worker has what the worker loads in host memory, and where from."""
         load = order.load
         model, node = model_of(load.model), self.fleet.workers[load.worker].node
         whole_bytes = self._profiles[model].num_bytes
         num_bytes = min(num_bytes, whole_bytes) if load.pipeline is None else whole_bytes
-        fetched = self.network.find(model, node, self.now_s, self._needed(num_bytes))
+        fetched = self.network.find(model, node, self.now_s, num_bytes)
         if fetched is None:
             self._bring(model, [node], num_bytes)
             fetched = self.network.find(model, node, self.now_s)

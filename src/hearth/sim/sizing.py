@@ -15,13 +15,11 @@ from multiprocessing.sharedctypes import Synchronized
 from typing import Self
 
 from hearth.core.types import ModelId
-from hearth.policy.fleet.events import RequestFinished
 from hearth.sim.profile import Profile
 from hearth.sim.report import cold_starts_of
+from hearth.sim.run import serve_trace
 from hearth.sim.sampling import SampledWindow, TraceSample
-from hearth.sim.service import SimulatedService
 from hearth.sim.setting import SimulationSetting
-from hearth.sim.stepped_model import WorkerFact
 from hearth.sim.traces import TracedRequest
 
 MAX_GPUS = 4096
@@ -189,17 +187,12 @@ def _begin(num_ended: Synchronized[int]) -> None:
 
 
 def _simulate(part: SampledWindow, setting: SimulationSetting, profile: Profile) -> _WindowResult:
-    def watch(fact: WorkerFact) -> None:
-        if isinstance(fact, RequestFinished):
-            with _num_ended.get_lock():
-                _num_ended.value += 1
+    def count(_: int) -> None:
+        with _num_ended.get_lock():
+            _num_ended.value += 1
 
-    service = SimulatedService(setting, profile, watch)
-    service.ask(part.trace.requests)
-    for forecast in part.forecasts if setting.prewarming is not None else ():
-        service.schedule(forecast)
-    service.run()
-    service.check()
+    forecasts = part.forecasts if setting.prewarming is not None else ()
+    service = serve_trace(part.trace, setting, profile, count, forecasts)
     counted = list(service.answers.values())[part.num_before :]
     return _WindowResult(
         part.weight,

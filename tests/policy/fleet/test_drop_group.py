@@ -28,7 +28,7 @@ class Model:
         self.groups = replace(self.groups, demand_tokens=demand_tokens)
         self.drop.observe(self.groups, now_s)
         if self.drop.state is DropState.WHOLE and self.drop.may_drop(self.groups, now_s):
-            self.drop.drop(100, now_s)
+            self.drop.drop(now_s)
             self.drops_s.append(now_s)
             self.groups = replace(self.groups, num_groups=1, num_ready=0)
         elif self.drop.may_restore(now_s):
@@ -39,7 +39,7 @@ class Model:
     def press_again(self, now_s: float) -> DropState:
         """Form a further group."""
         assert self.drop.may_drop(self.groups, now_s)
-        self.drop.drop(50, now_s)
+        self.drop.drop(now_s)
         self.groups = replace(self.groups, num_groups=self.groups.num_groups + 1)
         self.drop.observe(self.groups, now_s)
         return self.drop.state
@@ -63,7 +63,6 @@ def test_further_replicas_become_groups_if_the_first_ones_are_not_enough() -> No
     model = Model()
     assert [model.press(0.0, 120), model.press(1.0, 160)] == [DropState.PREPARING, DropState.DROPPED]
     assert model.press_again(2.0) is DropState.PREPARING
-    assert model.drop.whole_tokens == 150
     assert model.press(3.0, 90) is DropState.DROPPED
 
 

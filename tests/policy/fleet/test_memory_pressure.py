@@ -15,10 +15,12 @@ from hearth.policy.fleet.events import (
     BrainConfig,
     CancelRun,
     ComputedPrompt,
+    DemandForecast,
     Dispatch,
     Evict,
     LoadModel,
     PressureReported,
+    Prewarming,
     Reject,
     Why,
 )
@@ -101,13 +103,13 @@ def test_a_report_of_a_model_that_has_left_is_ignored() -> None:
 M = staged("m", num_layers=6, max_seqs=9, may_drop=True, kv_token_bytes=1, is_pinned=True)
 
 
-def two_whole(budget_bytes: int = 200, num_workers: int = 2, model: ModelProfile = M) -> Desk:
+def two_whole(num_workers: int = 2, model: ModelProfile = M, config: BrainConfig | None = None) -> Desk:
     """Replicas on all workers, each with four requests."""
-    desk = Desk()
+    desk = Desk(config)
     desk.deploy(replace(model, min_replicas=num_workers, max_replicas=num_workers))
     names = [f"w{number}" for number in range(num_workers)]
     for name in names:
-        desk.join(name, budget_bytes)
+        desk.join(name, 200)
         desk.ready("m", name)
     for number in range(4 * num_workers):
         desk.ask(f"r{number}", "m")
@@ -252,6 +254,19 @@ def test_the_layers_come_back_when_the_demand_has_been_low_for_long_enough() -> 
     assert not desk.fleet.dropped
 
 
+def test_layers_whose_memory_other_models_have_come_back_when_one_leaves() -> None:
+    desk = settled(two_whole())
+    desk.deploy(profile("n", 130, keep_alive_s=1000.0), profile("o", 130, keep_alive_s=1000.0))
+    for model in ("n", "o"):
+        desk.serve(f"of {model}", model)
+    press(desk, "w0", 20, room_tokens=160)
+    desk.now_s += HOLD_S
+    assert not of(LoadModel, desk.fire())
+    assert desk.fleet.timer_s is None or desk.fleet.timer_s > desk.now_s, "the brain waits for an event"
+    assert of(LoadModel, desk.remove("n"))
+    assert state(desk) == "restoring"
+
+
 @pytest.mark.parametrize("when", ["preparing", "dropped", "restoring"])
 @pytest.mark.parametrize("lost", ["w0", "w1"])
 def test_a_lost_member_leaves_whole_replicas(when: str, lost: str) -> None:
@@ -275,6 +290,19 @@ def test_a_lost_member_leaves_whole_replicas(when: str, lost: str) -> None:
     assert len(desk.fleet.queues.requests) == 8
 
 
+def test_what_a_lost_group_had_room_for_is_not_counted() -> None:
+    desk = two_whole(num_workers=4)
+    assert num_groups(desk, 60) == 2
+    for number in range(4):
+        desk.ready("m", f"w{number}")
+    one, lost = (group for group in desk.fleet.models[M.model].usable.values() if group.is_dropped)
+    desk.lose(lost.worker.name)
+    press(desk, one.worker.name, 80, room_tokens=166)
+    desk.now_s += 2 * HOLD_S
+    desk.fire()
+    assert state(desk) == "dropped", "80 tokens are more than half of what two replicas have room for"
+
+
 def test_a_group_that_cannot_be_formed_costs_no_request() -> None:
     desk = two_whole()
     dropped(desk)
@@ -291,6 +319,16 @@ def test_a_group_counts_as_many_replicas() -> None:
     assert dropped(desk)
     assert not desk.fleet.unplaced
     assert desk.fleet.models[M.model].has_all_replicas
+
+
+def test_a_forecast_counts_it_as_many_replicas() -> None:
+    desk = settled(two_whole(config=BrainConfig(prewarming=Prewarming(budget=1.0))))
+    press(desk, "w0", 150, room_tokens=166)
+    desk.join("w2", 200)
+    for number, desk.now_s in enumerate((1.0, 7200.0)):  # the budget has grown by then
+        desk.finish(f"r{number}")
+        actions = desk._step(DemandForecast(desk.now_s, M.model, 600.0, (1.0,), (100.0,)))
+    assert not of(LoadModel, actions), "it may have two"
 
 
 def test_a_restart_of_the_brain_forgets_no_group() -> None:

@@ -129,6 +129,18 @@ def test_advice_changes_nothing() -> None:
     assert of(Prewarm, forecast(desk, 0.02)) == [], "it was said"
 
 
+def test_advice_of_the_past_is_not_looked_at_all_the_time() -> None:
+    desk = saved_up(BrainConfig(prewarming=Prewarming(budget=1.0, is_advice=True)), num_workers=2)
+    desk.ask("r", "m")
+    desk.now_s += 2.0
+    desk.finish("r")
+    desk.ask("long", "m")
+    assert of(Prewarm, forecast(desk, 1.2)), "2.4 requests at a time need two replicas"
+    desk.now_s += 200.0
+    assert of(Prewarm, forecast(desk, 0.02)) == []
+    assert desk.fleet.forecasts_due.lowest == desk.now_s + 100.0
+
+
 def test_without_the_setting_forecasts_are_ignored() -> None:
     assert forecast(saved_up(BrainConfig()), 1.0) == []
 
@@ -160,6 +172,15 @@ def test_a_model_gets_as_many_replicas_as_the_upper_bound_fills() -> None:
     assert len(of(LoadModel, actions)) == 3 - 1, "four requests run at a time"
     desk.deploy(profile("m", keep_alive_s=100.0, max_replicas=1))
     assert of(LoadModel, forecast(desk, 2.0 / run_s, high=3.0)) == []
+
+
+def test_a_forecast_of_a_model_that_may_run_on_no_worker_any_more_loads_nothing() -> None:
+    desk = saved_up()
+    desk.ask("r", "m")
+    desk.now_s += 2.0
+    desk.finish("r")
+    desk.deploy(profile("m", kinds=()))
+    assert of(LoadModel, forecast(desk, 1.0)) == []
 
 
 def test_a_model_that_was_stopped_or_fails_is_not_loaded_unasked() -> None:

@@ -48,8 +48,6 @@ class ParameterDrop:
     """The state of one model. Mutable; the brain writes it."""
 
     state: DropState = DropState.WHOLE
-    #: KV that the whole replicas of its groups had room for.
-    whole_tokens: int = 0
     hold_s: float = HOLD_S
     relieved_s: float = math.inf  #: since when there is relief; infinite: there is none
     restored_s: float = -math.inf  #: when the last restore was
@@ -64,24 +62,23 @@ class ParameterDrop:
         is_settled = self.state in (DropState.WHOLE, DropState.DROPPED) and now_s >= self.blocked_until_s
         return is_settled and groups.demand_tokens > groups.room_tokens
 
-    def drop(self, whole_tokens: int, now_s: float) -> None:
-        """Note that groups were formed, perhaps beside others, of replicas with room for so many tokens."""
+    def drop(self, now_s: float) -> None:
+        """Note that groups were formed, perhaps beside others."""
         assert self.state in (DropState.WHOLE, DropState.DROPPED), f"dropped while {self.state}"
         if self.state is DropState.WHOLE:
             was_mistaken = now_s - self.restored_s < 2 * self.hold_s
             self.hold_s = min(MAX_HOLD_S, 2 * self.hold_s) if was_mistaken else HOLD_S
-        self.whole_tokens += whole_tokens
         self.state, self.relieved_s = DropState.PREPARING, math.inf
 
     def observe(self, groups: Groups, now_s: float) -> None:
         """Follow what has become of the groups, and of the whole replicas that they were restored to."""
         match self.state:
             case DropState.PREPARING | DropState.DROPPED if not groups.num_groups:
-                self._end()
+                self.state = DropState.WHOLE
             case DropState.PREPARING if groups.num_ready == groups.num_groups:
                 self.state = DropState.DROPPED
             case DropState.RESTORING if not groups.num_loading:
-                self._end()
+                self.state = DropState.WHOLE
         is_relieved = groups.demand_tokens <= RELIEF * groups.room_tokens
         if self.state is not DropState.DROPPED or not is_relieved:
             self.relieved_s = math.inf
@@ -99,6 +96,3 @@ class ParameterDrop:
     def fail(self, now_s: float) -> None:
         """Note that a group has failed, not just lost a member."""
         self.blocked_until_s = now_s + MAX_HOLD_S
-
-    def _end(self) -> None:
-        self.state, self.whole_tokens = DropState.WHOLE, 0

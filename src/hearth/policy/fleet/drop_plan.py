@@ -48,10 +48,10 @@ def _may_have(size: int, num_layers: int) -> bool:
     return size <= min(MAX_STAGES, num_layers) and num_layers % size == 0
 
 
-def plan_drop(fleet: Fleet, model: Model) -> list[DroppedGroup]:
+def plan_drop(fleet: Fleet, model: Model, profile: ModelProfile) -> list[DroppedGroup]:
     """Return groups that free what a model lacks, or as much as can be; empty: they would gain too little."""
-    profile, replicas = model.profile, _candidates(model)
-    if profile is None or len(replicas) < 2:
+    replicas = _candidates(model, profile)
+    if len(replicas) < 2:
         return []
     kind = replicas[0].worker.kind
     sizes, footprint = profile.stages[kind], profile.footprints[kind]
@@ -72,12 +72,12 @@ def plan_drop(fleet: Fleet, model: Model) -> list[DroppedGroup]:
     return [group for one in groups if (group := _group(sizes, footprint, one)) is not None]
 
 
-def _candidates(model: Model) -> list[Replica]:
+def _candidates(model: Model, profile: ModelProfile) -> list[Replica]:
     """Return the whole replicas that could be stages, of the kind of worker that has most, by node."""
-    profile, by_kind = model.profile, defaultdict[str, list[Replica]](list)
+    by_kind = defaultdict[str, list[Replica]](list)
     for replica in model.usable.values():
         worker = replica.worker
-        may_stage = worker.runs_stages and profile is not None and worker.kind in profile.stages
+        may_stage = worker.runs_stages and worker.kind in profile.stages
         is_serving = replica.is_ready and replica.is_in_turn and not replica.stages
         if may_stage and is_serving and worker.drain is None:
             by_kind[worker.kind].append(replica)

@@ -62,9 +62,8 @@ class Estimates:
     #: The same of the fastest of the last prompts, which shared few steps with others.
     least_token_s: dict[ModelId, float] = field(default_factory=dict)
     arrivals: dict[ModelId, Arrivals] = field(default_factory=dict)
-    head_layers: dict[ModelId, float] = field(
-        default_factory=dict
-    )  #: how many layers take as long as the head
+    #: How many layers take as long as the head.
+    head_layers: dict[ModelId, float] = field(default_factory=dict)
 
     def arrived(self, model: ModelId, now_s: float) -> None:
         self.reload.asked(model, now_s)

@@ -30,8 +30,7 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pipelines import PipelinePlan, PlannedStage, plan_over
 from hearth.policy.fleet.profile import MAX_STAGES, MIN_STAGES, ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Worker
-from hearth.policy.fleet.replica_evictions import order_evictions
-from hearth.policy.fleet.serving import fill_slots, form_pipeline, order_load, take_back
+from hearth.policy.fleet.serving import dissolve, fill_slots, form_pipeline, order_load, take_back
 
 
 def serve_while_loading(fleet: Fleet) -> list[Action]:
@@ -46,7 +45,8 @@ def serve_while_loading(fleet: Fleet) -> list[Action]:
         if model is None or replica.is_stale:
             continue  # its requests end there
         if _is_over(model, replica):
-            actions += _dissolve(fleet, model, replica)
+            orders, moved = dissolve(fleet, [replica])
+            actions += orders + fill_slots(fleet, model, moved, Why.SWITCHED)
         else:
             actions += fill_slots(fleet, model)
     return actions
@@ -173,11 +173,3 @@ def _is_over(model: Model, pipeline: Replica) -> bool:
     members = [model.usable[one.name] for one in pipeline.workers if one.name in model.usable]
     is_any_ready = any(one.is_ready for one in members)
     return all(one.is_ready for one in members) or (is_any_ready and not pipeline.is_ready)
-
-
-def _dissolve(fleet: Fleet, model: Model, pipeline: Replica) -> list[Action]:
-    running = list(pipeline.running.values())
-    actions = take_back(fleet, running)
-    fleet.remove(pipeline)
-    actions += order_evictions(pipeline, 0.0)
-    return actions + fill_slots(fleet, model, {one.request_id for one in running}, Why.SWITCHED)

@@ -9,22 +9,19 @@ tokens are computed again. When the demand has been low for long enough, they be
 
 from __future__ import annotations
 
-from hearth.core.types import RequestId
 from hearth.policy.fleet.capacity import RETAINED
 from hearth.policy.fleet.drop_group import DropState, Groups
-from hearth.policy.fleet.drop_plan import DroppedGroup, plan_drop, restorable
+from hearth.policy.fleet.drop_plan import plan_drop, restorable
 from hearth.policy.fleet.events import Action, PressureReported, Why
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.profile import ModelProfile
-from hearth.policy.fleet.records import Model, Replica
-from hearth.policy.fleet.replica_evictions import order_evictions
+from hearth.policy.fleet.records import Model
 from hearth.policy.fleet.serving import (
+    dissolve,
     fill_slots,
     form_pipeline,
     load_for_pressure,
     new_replica,
     order_load,
-    take_back,
 )
 
 
@@ -75,7 +72,7 @@ def _groups_of(model: Model) -> Groups:
         num_ready=sum(one.is_ready for one in groups),
         num_loading=sum(not one.is_ready for one in others),
         demand_tokens=sum(one.demand_tokens for one in (*groups, *others)),
-        room_tokens=model.drop.whole_tokens + sum(one.room_tokens for one in others),
+        room_tokens=sum(one.whole_tokens for one in groups) + sum(one.room_tokens for one in others),
     )
 
 
@@ -85,41 +82,19 @@ def _drop(fleet: Fleet, model: Model) -> list[Action]:
         return []
     if not model.drop.may_drop(groups, fleet.now_s):
         return []
-    planned = plan_drop(fleet, model)
-    replaced = [replica for group in planned for replica in group.replicas]
-    if not replaced:
+    planned = plan_drop(fleet, model, profile)
+    if not planned:
         return []
-    model.drop.drop(sum(one.room_tokens for one in replaced), fleet.now_s)
+    model.drop.drop(fleet.now_s)
     fleet.dropped[model.name] = model
-    actions, moved = _dissolve(fleet, replaced)
+    actions, moved = dissolve(fleet, [replica for group in planned for replica in group.replicas])
     for group in planned:
-        actions += _form(fleet, model, profile, group)
+        first = group.pipeline.stages[0]
+        pipeline = new_replica(model, first.worker, first.footprint, 0)
+        pipeline.is_dropped, pipeline.kv_share = True, group.kv_share
+        pipeline.whole_tokens = sum(one.room_tokens for one in group.replicas)
+        actions += form_pipeline(fleet, pipeline, group.pipeline)
     return actions + fill_slots(fleet, model, moved, Why.DROPPED)
-
-
-def _dissolve(fleet: Fleet, replicas: list[Replica]) -> tuple[list[Action], set[RequestId]]:
-    """Remove replicas, whose weights stay where they are; return the orders, and whose turn it is to move."""
-    running = [request for replica in replicas for request in replica.running.values()]
-    actions = take_back(fleet, running)
-    for replica in replicas:
-        fleet.remove(replica)
-        actions += order_evictions(replica, 0.0)
-    return actions, {one.request_id for one in running}
-
-
-def _form(fleet: Fleet, model: Model, profile: ModelProfile, group: DroppedGroup) -> list[Action]:
-    first = group.pipeline.stages[0]
-    pipeline = Replica(
-        model,
-        first.worker,
-        first.footprint.promise,
-        profile.num_bytes,
-        profile.digest,
-        max_seqs=first.footprint.max_seqs,
-        is_dropped=True,
-        kv_share=group.kv_share,
-    )
-    return form_pipeline(fleet, pipeline, group.pipeline)
 
 
 def _restore(fleet: Fleet, model: Model) -> list[Action]:
@@ -132,7 +107,7 @@ def _restore(fleet: Fleet, model: Model) -> list[Action]:
     if not all(workers):
         return []
     model.drop.restore(fleet.now_s)
-    actions, moved = _dissolve(fleet, groups)
+    actions, moved = dissolve(fleet, groups)
     for worker in (one for members in workers for one in members):
         there_bytes = model.resident_bytes.get(worker.name, 0)
         replica = new_replica(model, worker, profile.footprints[worker.kind], there_bytes)

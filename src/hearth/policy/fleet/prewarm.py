@@ -57,10 +57,9 @@ def follow_forecasts(fleet: Fleet) -> list[Action]:
     while (due_s := fleet.forecasts_due.lowest) is not None and due_s <= fleet.now_s:
         fleet.prewarm_budget.grow(fleet.now_s, prewarming.budget * len(fleet.workers))
         model = fleet.models[next(iter(fleet.forecasts_due))]
-        if (forecast := model.forecast) is not None and model.profile is not None:
-            actions += _follow(fleet, model, model.profile, forecast, prewarming)
-        else:
-            _look_again(fleet, model, math.inf)
+        assert model.profile is not None, f"removed: `{model.name}`"
+        assert model.forecast is not None, f"due without a forecast: `{model.name}`"
+        actions += _follow(fleet, model, model.profile, model.forecast, prewarming)
     return actions
 
 
@@ -111,7 +110,7 @@ def _expect(fleet: Fleet, model: Model, profile: ModelProfile, forecast: DemandF
     mean_per_s, high_per_s = (forecast.mean_per_s[at], forecast.high_per_s[at]) if is_known else (0.0, 0.0)
     num_replicas = int(mean_per_s * model.unpinned_s >= 1.0)
     if (run_s := fleet.estimates.run_s_by_model.get(model.name)) is not None:
-        slots = min(one.max_seqs for one in profile.footprints.values())
+        slots = min((one.max_seqs for one in profile.footprints.values()), default=1)
         num_running = math.ceil(high_per_s * run_s / (slots * UTILISATION))
         num_replicas = num_running if num_running > 1 else num_replicas
     first = _interval(forecast, fleet.now_s)
@@ -135,7 +134,7 @@ def _may_prewarm(fleet: Fleet, model: Model) -> bool:
 
 def _num_held(fleet: Fleet, model: Model) -> int:
     is_advised = model.advised is not None and fleet.now_s < model.advised.until_s
-    return is_advised + sum(one.hold is not RETAINED for one in model.usable.values())
+    return is_advised + model.num_held
 
 
 def _prewarm(
@@ -204,16 +203,17 @@ def _bring_to_host(
     if saved_s < MIN_HOST_GAIN_S or not fleet.prewarm_budget.take(load_s):
         return []
     model.host_prewarmed_s = fleet.now_s
-    told = Prewarm(
-        model.name,
-        worker.name,
-        to_host=True,
-        lead_s=load_s,
-        expected_per_s=expected.per_s,
-        cost_s=load_s,
-        is_advice=prewarming.is_advice,
-    )
-    return [told]
+    return [
+        Prewarm(
+            model.name,
+            worker.name,
+            to_host=True,
+            lead_s=load_s,
+            expected_per_s=expected.per_s,
+            cost_s=load_s,
+            is_advice=prewarming.is_advice,
+        )
+    ]
 
 
 def _add_machine(fleet: Fleet, model: Model, prewarming: Prewarming) -> list[Action]:
@@ -246,7 +246,7 @@ def _next_look_s(
         for replica in model.usable.values():
             is_idle = replica.hold is WARM
             due_s = min(due_s, replica.expires_s if is_idle else fleet.now_s + model.unpinned_s)
-        if model.advised is not None:
+        if model.advised is not None and model.advised.until_s > fleet.now_s:
             due_s = min(due_s, model.advised.until_s)
     return max(due_s, fleet.now_s + MIN_LOOK_S)
 

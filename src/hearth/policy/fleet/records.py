@@ -181,6 +181,11 @@ class Model:
         return most is not None and sum(one.num_replaced for one in self.usable.values()) >= most
 
     @property
+    def num_held(self) -> int:
+        """How many replicas take new requests and are not retained, as a user would count them."""
+        return sum(one.num_replaced for one in self.usable.values() if one.hold is not RETAINED)
+
+    @property
     def is_resident(self) -> bool:
         return bool(self.replicas or self.resident_bytes)
 
@@ -281,6 +286,7 @@ class Replica:
     #: It is a pipeline in place of as many whole replicas: see `drop_group.py`.
     is_dropped: bool = False
     kv_share: float = 1.0  #: its room for KV, over that of a whole replica
+    whole_tokens: int = 0  #: KV that the replicas in whose place it is had room for
     prefixes: KnownPrefixes = field(default_factory=KnownPrefixes)
     num_prompt_tokens: int = 0  #: of the requests that run
     max_kv_tokens: int = 0  #: that it has room for; 0: unknown

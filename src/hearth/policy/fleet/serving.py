@@ -335,6 +335,16 @@ def take_back(fleet: Fleet, requests: Sequence[Request]) -> list[Action]:
     return actions
 
 
+def dissolve(fleet: Fleet, replicas: Sequence[Replica]) -> tuple[list[Action], set[RequestId]]:
+    """Remove replicas, whose weights stay where they are. Return the orders, and the requests that move."""
+    running = [request for replica in replicas for request in replica.running.values()]
+    actions = take_back(fleet, running)
+    for replica in replicas:
+        fleet.remove(replica)
+        actions += order_evictions(replica, 0.0)
+    return actions, {one.request_id for one in running}
+
+
 def fill_slots(
     fleet: Fleet, model: Model, moved: Collection[RequestId] = frozenset(), why_moved: Why = Why.WAITED
 ) -> list[Action]:
@@ -444,7 +454,8 @@ def set_timer(fleet: Fleet) -> SetTimer | None:
     if (due_s := fleet.forecasts_due.lowest) is not None:
         at_s = min(at_s, due_s)
     for model in fleet.dropped.values():
-        at_s = min(at_s, max(fleet.now_s, model.drop.due_s))
+        if model.drop.due_s > fleet.now_s:  # else what stands in the way ends with an event
+            at_s = min(at_s, model.drop.due_s)
     for drain in fleet.drains.values():
         if (until_s := drain.began_s + fleet.config.max_drain_s) >= at_s:
             break

@@ -233,9 +233,8 @@ class ReclaimPolicy:
                 short -= yield from self._grow_by_force(model, short, ahead, is_promised=False)
             promised = min(short, kv.floor_blocks - self._books.kv_of(model).num_blocks)
             if promised > 0 and promised * kv.block_bytes <= self._books.returning_bytes():
-                self._owed.add(
-                    model
-                )  # waiting for what stages do not use costs less than preempting requests
+                # Waiting for what stages do not use costs less than preempting requests.
+                self._owed.add(model)
             elif promised > 0:
                 num_got = yield from self._grow_by_force(model, promised, 0, is_promised=True)
                 short -= num_got
