@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
+import pytest
 
 from hearth.cli.figures import size
 from hearth.control.datadir import DataDir
@@ -45,6 +47,8 @@ def test_a_trace_is_simulated_and_its_figures_shown(hearth: Hearth, tmp_path: Pa
     for name in ("first token", "completion", "longest pause", "on time", "turns", "pauses", "moved"):
         assert name in told.out
     assert "trace.csv at 1x, turns" in told.out
+    assert "GPU time by model" in told.out
+    assert "GPU time by key" not in told.out
 
 
 def test_models_that_nobody_asks_for_are_told(hearth: Hearth, tmp_path: Path) -> None:
@@ -143,7 +147,8 @@ def test_recorded_traffic_is_simulated_with_fewer_devices(hearth: Hearth, tmp_pa
     events += [WorkerJoined(0.0, WorkerId(f"w{number}"), KIND, MEMORY_BYTES) for number in range(2)]
     ids = [RequestId(f"r{number}") for number in range(41)]
     for number, request_id in enumerate(ids):
-        events.append(RequestArrived(100 + number / 10, request_id, ModelId("abcd"[number % 4]), 100, None))
+        model, key = ModelId("abcd"[number % 4]), ("alice", "bob", None, "bob")[number % 4]
+        events.append(RequestArrived(100 + number / 10, request_id, model, 100, None, key=key))
     events += [RequestFinished(104 + number / 10, one, 20) for number, one in enumerate(ids[:40])]
     path = DataDir(tmp_path / "data").journal_path
     path.parent.mkdir(parents=True)
@@ -157,6 +162,24 @@ def test_recorded_traffic_is_simulated_with_fewer_devices(hearth: Hearth, tmp_pa
     assert (two["num_workers"], two["num_models"], two["num_requests"]) == (2, 4, 40)
     assert (one["num_workers"], one["num_requests"]) == (1, 40)
     assert one["first_token_s"]["p99"] > two["first_token_s"]["p99"]
+    _check_charges_by_key(hearth, asked[:-1], two, tmp_path / "out.html")
+
+
+def _check_charges_by_key(hearth: Hearth, asked: tuple[str, ...], report: dict[str, Any], page: Path) -> None:
+    gpu_s_by_key, gpu_s_by_model = report["gpu_s_by_key"], report["gpu_s_by_model"]
+    assert gpu_s_by_key.keys() == {"alice", "bob"}
+    assert sum(gpu_s_by_model.values()) == pytest.approx(report["gpu_s"])
+    # `a` is asked by alice alone, `b` and `d` by bob, and `c` without a key.
+    assert 0 < gpu_s_by_key["alice"] <= gpu_s_by_model["a"]
+    assert 0 < gpu_s_by_key["bob"] <= gpu_s_by_model["b"] + gpu_s_by_model["d"]
+    assert gpu_s_by_key["bob"] > gpu_s_by_key["alice"]
+    assert set(report["cost_by_key"].values()) == {None}
+    priced = json.loads(hearth(*asked, "--device-hour-price", "3600", "--json").out)
+    assert priced["cost_by_key"] == pytest.approx(gpu_s_by_key)  # a second costs 1
+    assert priced["cost_by_model"] == pytest.approx(gpu_s_by_model)
+    shown = hearth(*asked, "--device-hour-price", "3600", "--report", str(page)).out
+    for told in (" ".join(shown.split()), page.read_text()):
+        assert f"(cost {gpu_s_by_key['bob']:.2f}), alice" in told
 
 
 def test_the_page_stands_alone_and_draws_what_was_simulated(hearth: Hearth, tmp_path: Path) -> None:

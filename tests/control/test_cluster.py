@@ -458,6 +458,18 @@ def test_demand_is_told_to_nodes(data_dir: DataDir, deployed: Deployed) -> None:
     play(data_dir, scene)
 
 
+def test_a_node_is_told_what_to_bring_to_host_memory(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(head: HeadRig) -> None:
+        (first, welcome), (second, _) = await head.join("gpu-1"), await head.join("gpu-2")
+        head.cluster.prefetch(NodeId("gone"), MODEL, 1.0)
+        head.cluster.prefetch(welcome.node, MODEL, 0.5)
+        head.cluster.count_requests({MODEL: 1})
+        assert await first.receive() == RequestCounts({}, {MODEL: 0.5})
+        assert await second.receive() == RequestCounts({MODEL: 1})
+
+    play(data_dir, scene)
+
+
 def test_frames_of_a_worker_reach_the_driver(data_dir: DataDir) -> None:
     async def scene(head: HeadRig) -> None:
         _, welcome = await head.join()

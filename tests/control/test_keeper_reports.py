@@ -173,6 +173,19 @@ def test_a_model_is_brought_to_host_memory_for_its_forecast(
         with_reports(data_dir, scene, KeeperClient(place / "s"))
 
 
+def test_a_model_is_brought_to_host_memory_on_another_node(data_dir: DataDir, deployed: Deployed) -> None:
+    order = Prewarm(ModelId("tiny"), WorkerId("gpu-2.1/w0"), True, 1.0, 0.1, 1.0)
+    told: list[tuple[NodeId, Digest, float]] = []
+
+    async def scene(reports: KeeperReports, _: GatewayRig) -> None:
+        reports.prefetch_on = lambda node, model, weight: told.append((node, model, weight))
+        reports.observe(TimerFired(0.0), [order])
+        await until(lambda: bool(told))
+
+    with_reports(data_dir, scene, Keeper())
+    assert told == [(NodeId("gpu-2.1"), Digest(deployed.digest), 1.0)]
+
+
 def test_chunks_that_no_disk_keeps_are_counted_over_the_lives_of_keepers_and_noted(
     tmp_path: Path, data_dir: DataDir, deployed: Deployed
 ) -> None:

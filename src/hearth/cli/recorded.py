@@ -66,8 +66,10 @@ def read_traffic(data_dir: Path) -> RecordedTraffic:
                     arrivals[request_id] = event
                 case RequestFinished(_, request_id, num_output) if request_id in arrivals and num_output:
                     arrived = arrivals.pop(request_id)
-                    num_prompt = max(1, arrived.num_prompt_tokens)
-                    finished.append(TracedRequest(arrived.now_s, arrived.model, num_prompt, num_output))
+                    num_prompt, key = max(1, arrived.num_prompt_tokens), arrived.key
+                    finished.append(
+                        TracedRequest(arrived.now_s, arrived.model, num_prompt, num_output, key=key)
+                    )
                 case _:
                     pass
             num_workers = max(num_workers, len(budgets))

@@ -38,6 +38,8 @@ from hearth.sim.traces import Trace
 DEFAULT_LENGTHS = Lengths.fixed(512, 128)
 #: Duration of a random trace without --length.
 DRAWN_S = 600.0
+#: Models and keys whose GPU time is shown; `--json` has all.
+MAX_SHARES = 8
 
 
 @app.command(rich_help_panel="This machine")
@@ -375,9 +377,26 @@ def _facts(report: SimulationReport, setting: SimulationSetting, machine: Profil
         "fetched": f"{size(report.bytes_fetched)} from other machines, {size(report.bytes_read)} from disk",
         "GPU time": f"{precise(report.gpu_s)}, at most {report.most_gpus} at a time",
         **({} if report.cost is None else {"cost": f"{report.cost:.2f}"}),
+        "GPU time by model": _largest(report.gpu_s_by_model, report.cost_by_model),
+        **(
+            {"GPU time by key": f"{_largest(report.gpu_s_by_key, report.cost_by_key)}, without idle time"}
+            if report.gpu_s_by_key
+            else {}
+        ),
         "steps": f"{report.num_steps:,}, device busy {report.step_share:.1%}",
         "recomputed": f"{report.num_preempted} requests lost their KV",
     }
+
+
+def _largest(gpu_s_by: Mapping[str, float], cost_by: Mapping[str, float | None]) -> str:
+    """Describe the largest shares of GPU time, and their cost if there is a price."""
+    ranked = sorted(gpu_s_by, key=lambda name: -gpu_s_by[name])
+    shares = []
+    for name in ranked[:MAX_SHARES]:
+        cost = cost_by[name]
+        shares.append(f"{name} {precise(gpu_s_by[name])}" + ("" if cost is None else f" (cost {cost:.2f})"))
+    num_others = len(ranked) - len(shares)
+    return ", ".join(shares) + (f", and {num_others} more" if num_others else "")
 
 
 def _spread(values: Percentiles | None) -> str:

@@ -379,6 +379,11 @@ class Cluster:
     def count_requests(self, num_by_model: Mapping[Digest, int]) -> None:
         self._tell_all(messages.RequestCounts(dict(num_by_model)))
 
+    def prefetch(self, name: NodeId, model: Digest, weight: float) -> None:
+        """Have a node, if it is up, bring a model into its host memory. `weight`: as in `OpenModel`."""
+        if (node := self._nodes.others.get(name)) is not None:
+            node.channel.send(messages.RequestCounts({}, {model: weight}))
+
     def _tell_all(self, message: messages.FromHead) -> None:
         for node in self._nodes.others.values():
             node.channel.send(message)

@@ -14,7 +14,7 @@ from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.views import HostMemoryView
 from hearth.core.errors import HearthError
 from hearth.core.node_messages import HeldChunks
-from hearth.core.types import LOCAL, Digest, NodeId, Rung, name_of
+from hearth.core.types import LOCAL, Digest, NodeId, Rung, name_of, node_of
 from hearth.node.local_node import REPORT_SHARE
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
@@ -40,6 +40,8 @@ class KeeperReports:
     ) -> None:
         #: Passes the demand on to the keepers of other nodes.
         self.tell_nodes: Callable[[Mapping[Digest, int]], None] = lambda num_by_model: None
+        #: Has another node bring a model into its host memory.
+        self.prefetch_on: Callable[[NodeId, Digest, float], None] = lambda node, model, weight: None
         self._keeper, self._catalog, self._driver, self._interval_s = keeper, catalog, driver, interval_s
         self.host_memory: HostMemoryView | None = None  #: as reported last; None: no keeper answers
         self._count_not_kept = metrics.fallbacks.labels("chunks_not_kept").inc
@@ -118,9 +120,13 @@ class KeeperReports:
 
     async def _prefetch(self, order: events.Prewarm) -> None:
         try:
-            entry = self._catalog.find(order.model)
-            await self._keeper.prefetch(entry.deployed.where, entry.config.latency_weight)
-            self._is_residency_stale.set()
+            entry, node = self._catalog.find(order.model), node_of(order.worker)
+            weight = entry.config.latency_weight
+            if node == LOCAL:
+                await self._keeper.prefetch(entry.deployed.where, weight)
+                self._is_residency_stale.set()
+            else:
+                self.prefetch_on(node, Digest(entry.deployed.digest), weight)
         except (HearthError, OSError) as error:
             log.warning("model_not_prefetched model=%s reason=%s", order.model, error)
 

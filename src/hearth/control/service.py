@@ -221,7 +221,7 @@ async def running(
                 reports,
                 metrics,
             )
-            reports.tell_nodes = cluster.count_requests
+            reports.tell_nodes, reports.prefetch_on = cluster.count_requests, cluster.prefetch
             deployments.tell_nodes = cluster.models_changed
             stack.push_async_callback(cluster.close)
             await cluster.start(cluster_path)

@@ -140,6 +140,8 @@ class RequestCounts(Struct, frozen=True, tag=True):
     """Requests since the last message of this kind: stores price chunks by demand."""
 
     num_by_model: dict[Digest, int]
+    #: Models whose requests are forecast, to bring into host memory, with their latency weights.
+    expected: dict[Digest, float] = {}
 
 
 class ForgetChunks(Struct, frozen=True, tag=True):

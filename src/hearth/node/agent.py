@@ -230,8 +230,10 @@ class Agent:
         while (message := await channel.receive()) is not None:
             local = self._local
             match message:
-                case messages.RequestCounts(num_by_model) if local is not None:
+                case messages.RequestCounts(num_by_model, expected) if local is not None:
                     self._start(_told(local.keeper.count_requests(num_by_model)))
+                    for model, weight in expected.items():
+                        self._start(_told(local.keeper.prefetch(where_on_nodes(model), weight)))
                 case messages.ForgetChunks(model) if local is not None:
                     self._start(_told(local.keeper.forget(where_on_nodes(model))))
                 case messages.DropPeer(node):

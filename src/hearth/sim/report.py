@@ -55,9 +55,12 @@ class SimulationReport:
     bytes_read: int  #: by machines from their disks
     gpu_s: float  #: devices were held, until the end of the last answer: see `gpu_time.py`
     gpu_s_by_model: dict[str, float]  #: the share of each model
+    gpu_s_by_key: dict[str, float]  #: of requests with an API key: without idle time
     idle_gpu_s: float  #: of `gpu_s`, by models without a running request
     most_gpus: int  #: that were held at a time
     cost: float | None  #: of `gpu_s`; None: no price was given
+    cost_by_model: dict[str, float | None]
+    cost_by_key: dict[str, float | None]
     bus_share: float  #: of the time of all workers: bytes were on their way
     step_share: float  #: of the time of all workers: a step ran
     num_steps: int
@@ -108,9 +111,14 @@ def report_of(service: SimulatedService) -> SimulationReport:
         bytes_read=service.network.bytes_read,
         gpu_s=gpu_s,
         gpu_s_by_model={str(model): seconds for model, seconds in service.gpu_s_by_model.items()},
+        gpu_s_by_key=service.gpu_s_by_key,
         idle_gpu_s=service.idle_gpu_s,
         most_gpus=service.fleet.gpu_time.most,
         cost=cost_of(gpu_s, price),
+        cost_by_model={
+            str(model): cost_of(seconds, price) for model, seconds in service.gpu_s_by_model.items()
+        },
+        cost_by_key={key: cost_of(seconds, price) for key, seconds in service.gpu_s_by_key.items()},
         bus_share=sum(worker.loads.bus_s for worker in workers) / all_s,
         step_share=sum(worker.step_s for worker in workers) / all_s,
         num_steps=sum(worker.num_steps for worker in workers),

@@ -176,6 +176,7 @@ class SimulatedService:
         self.given_back: list[SteppedWorker] = []
         self.gpu_s = 0.0  #: devices were held until the last answer ended
         self.gpu_s_by_model: dict[ModelId, float] = {}  #: its share of that
+        self.gpu_s_by_key: dict[str, float] = {}  #: of requests with an API key
         self.idle_gpu_s = 0.0  #: of that, by models without a running request
         self.answers: dict[RequestId, SimulatedAnswer] = {}
         self.now_s = 0.0
@@ -238,6 +239,7 @@ class SimulatedService:
                     num_output,
                     is_batch=is_batch,
                     prefixes=self._prefixes(answer),
+                    key=request.key,
                 )
             )
 
@@ -270,6 +272,7 @@ class SimulatedService:
         self.gpu_s = gpu_time.total_s(self.now_s)
         times = {name: gpu_time.model(name, self.now_s) for name in list(gpu_time.by_model)}
         self.gpu_s_by_model = {name: time.held_s for name, time in times.items()}
+        self.gpu_s_by_key = {key: gpu_s for key, gpu_s in gpu_time.by_key.items() if key is not None}
         self.idle_gpu_s = sum(time.idle_s for time in times.values())
         while self._queue:
             at_s, _, what = heapq.heappop(self._queue)

@@ -19,6 +19,7 @@ class TracedRequest:
     num_output_tokens: int
     #: Each of its requests repeats all that was said before; None: the request stands alone.
     conversation: int | None = None
+    key: str | None = None  #: the name of the API key that is charged
 
 
 @dataclass(frozen=True, slots=True)

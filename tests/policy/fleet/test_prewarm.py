@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.core.types import Hold, ModelId, Rung
+from hearth.core.types import LOCAL, Hold, ModelId, NodeId, Rung
 from hearth.policy.fleet.events import (
     Action,
     AddWorkers,
@@ -16,6 +16,7 @@ from hearth.policy.fleet.events import (
     DemandForecast,
     Evict,
     LoadModel,
+    NodeDraining,
     Prewarm,
     Prewarming,
     ResidencyReported,
@@ -201,6 +202,25 @@ def test_a_model_expected_later_comes_to_host_memory_once() -> None:
     assert of(Prewarm, forecast(desk, 0.002)) == []
     desk.now_s += 3600.0
     desk._step(ResidencyReported(desk.now_s, ModelId("m"), {Rung.HOST: 1 << 40}))
+    assert of(Prewarm, forecast(desk, 0.002)) == [], "it is there"
+
+
+def test_a_model_that_cannot_run_on_the_head_comes_to_the_machine_that_would_load_it_fastest() -> None:
+    desk = saved_up()
+    for name in ("far", "near"):
+        desk.join(f"{name}/w0")
+    desk.join("cpu/w0", kind="cpu")
+    slow = replace(profile("m", keep_alive_s=100.0), num_bytes=1 << 40)
+    desk.deploy(slow)
+    desk._step(ResidencyReported(desk.now_s, slow.model, {Rung.DISK: 1 << 40}, NodeId("near")))
+    (told,) = of(Prewarm, forecast(desk, 0.002))
+    assert (told.worker, told.to_host) == ("w0", True)
+    desk.now_s += 3600.0
+    desk._step(NodeDraining(desk.now_s, LOCAL, True))
+    (told,) = of(Prewarm, forecast(desk, 0.002))
+    assert (told.worker, told.to_host) == ("near/w0", True)
+    desk.now_s += 3600.0
+    desk._step(ResidencyReported(desk.now_s, slow.model, {Rung.HOST: 1 << 40}, NodeId("near")))
     assert of(Prewarm, forecast(desk, 0.002)) == [], "it is there"
 
 

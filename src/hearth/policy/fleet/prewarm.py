@@ -24,7 +24,7 @@ from hearth.policy.fleet.device_bytes import count_missing_bytes
 from hearth.policy.fleet.events import Action, AddWorkers, DemandForecast, Prewarm, Prewarming
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import ModelProfile
-from hearth.policy.fleet.records import Model, PrewarmHold
+from hearth.policy.fleet.records import Model, PrewarmHold, Worker
 from hearth.policy.fleet.routing import ReplicaPlace, choose_place
 from hearth.policy.fleet.serving import load_ahead
 
@@ -192,13 +192,18 @@ def _bring_to_host(
 ) -> list[Action]:
     if expected.num_soon < 1.0 or fleet.now_s < model.host_prewarmed_s + HOST_HORIZON_S:
         return []
+
+    def load_s_on(worker: Worker) -> float:
+        return fleet.estimates.load_s(count_missing_bytes(model, worker), model, worker.node)
+
+    # On a CPU, host memory only buffers reads.
     workers = (one for one in fleet.workers.values() if kind_of(one.kind) == "cuda" and not one.is_draining)
-    # The order reaches the head's keeper alone. On a CPU, host memory only buffers reads.
-    here = (one for one in workers if one.node == LOCAL and one.kind in profile.footprints)
-    if (worker := next(here, None)) is None:
+    usable = (one for one in workers if one.kind in profile.footprints)
+    # The head comes first: models that spread over machines took more GPU time in simulations.
+    worker = min(usable, key=lambda one: (one.node != LOCAL, load_s_on(one)), default=None)
+    if worker is None:
         return []
-    num_bytes = count_missing_bytes(model, worker)
-    load_s = fleet.estimates.load_s(num_bytes, model, worker.node)
+    num_bytes, load_s = count_missing_bytes(model, worker), load_s_on(worker)
     saved_s = load_s - num_bytes / fleet.estimates.reload.bytes_per_s(Rung.HOST)
     if saved_s < MIN_HOST_GAIN_S or not fleet.prewarm_budget.take(load_s):
         return []
