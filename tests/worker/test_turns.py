@@ -454,6 +454,8 @@ def test_a_model_is_loaded_though_nobody_asks_if_its_order_or_a_new_hold_says_so
     with taking_turns(kind, tmp_path, [first, second], rules=PATIENT) as gateway:
         for name in (first, second):  # which takes the weights of the first
             gateway.ask(name, [1, 2, 3], greedy(4, ignore_eos=True))
+        while len(gateway.loads) < 2:  # An answer may end before its model is reported as loaded.
+            gateway.hear()
         gateway.set_hold(first, Hold.RETAINED)
         gateway.set_hold(first, Hold.WARM)
         assert gateway.until(ModelLoaded).model == first
