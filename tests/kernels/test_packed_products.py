@@ -8,7 +8,7 @@ import torch
 
 from hearth.kernels import packed_products
 from hearth.kernels.four_bits import FourBitWeight, dequantize_reference, four_bit_linear
-from hearth.kernels.packed_products import MAX_ROWS, PackedWeight, packed_linear
+from hearth.kernels.packed_products import MAX_ROWS, packed_linear
 from hearth.kernels.quantized import quantized_linear
 from tests.kernels.cases import assert_close, random
 from tests.kernels.test_four_bits import KINDS, SHAPES, weight_of
@@ -25,8 +25,9 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     packed_products._native.cache_clear()
 
 
-def packed(weight: FourBitWeight) -> PackedWeight:
-    return PackedWeight(weight.codes, weight.scale, weight.minimum, weight.codebook)
+def four_bit_product(x: torch.Tensor, weight: FourBitWeight, out: torch.Tensor) -> bool:
+    lookup = {"minimum": weight.minimum, "codebook": weight.codebook}
+    return packed_linear(x, weight.codes, weight.scale, None, out=out, **lookup)
 
 
 def eight_bits(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
@@ -34,14 +35,6 @@ def eight_bits(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     codes = torch.randperm(256, generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F] if dtype == torch.float8_e4m3fn else codes
     return codes.repeat(-(-n * k // len(codes)))[: n * k].view(n, k).view(dtype)
-
-
-def identity(weight: PackedWeight, k: int) -> torch.Tensor:
-    """The weight as products with the unit vectors show it: no sum is rounded."""
-    n = weight.values.shape[1 if weight.values.dtype == torch.int32 else 0]
-    out = torch.empty(k, n)
-    assert packed_linear(torch.eye(k), weight, None, out=out)
-    return out.t()
 
 
 @pytest.mark.parametrize("scale", [torch.float32, torch.float16, torch.bfloat16])
@@ -57,7 +50,11 @@ def test_four_bits_are_widened_bit_for_bit_as_in_the_reference(
     scales = torch.where(weight.scale.float() < 0.005, weight.scale.float() * 1e-5, weight.scale.float())
     weight = FourBitWeight(weight.codes, scales.to(scale), minimum, weight.codebook)
 
-    assert torch.equal(identity(packed(weight), k), dequantize_reference(weight, k))
+    out = torch.empty(k, n)  # products with the unit vectors, no sum of which is rounded
+
+    assert four_bit_product(torch.eye(k), weight, out)
+
+    assert torch.equal(out.t(), dequantize_reference(weight, k))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -65,7 +62,11 @@ def test_four_bits_are_widened_bit_for_bit_as_in_the_reference(
 def test_eight_bits_are_widened_bit_for_bit(n: int, k: int, dtype: torch.dtype) -> None:
     values, scale = eight_bits(n, k, dtype), random(n, device="cpu", seed=2).abs()
 
-    assert torch.equal(identity(PackedWeight(values, scale), k), values.float() * scale[:, None])
+    out = torch.empty(k, n)
+
+    assert packed_linear(torch.eye(k), values, scale, None, out=out)
+
+    assert torch.equal(out.t(), values.float() * scale[:, None])
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -95,9 +96,9 @@ def test_threads_share_the_outputs() -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert packed_linear(x, packed(weight), None, out=alone)
+        assert four_bit_product(x, weight, alone)
         torch.set_num_threads(3)
-        assert packed_linear(x, packed(weight), None, out=shared)
+        assert four_bit_product(x, weight, shared)
     finally:
         torch.set_num_threads(threads)
 

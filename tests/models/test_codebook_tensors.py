@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hearth.models.layout import layout_of
 from hearth.models.pack import checkpoint_quant, iter_tensors
 from hearth.store.format.hf import open_directory
 from tests.models.quantized_files import Tensors, compressed_config
-from tests.models.zoo import build
+from tests.models.zoo import build, tiny
 
 Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 O_PROJ = "model.layers.1.self_attn.o_proj"
@@ -31,19 +32,23 @@ def json_bytes(state: Mapping[str, object]) -> torch.Tensor:
     return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def nf4(path: str, weight: torch.Tensor, *, is_nested: bool = False) -> tuple[Tensors, torch.Tensor]:
-    """Return random codes as bitsandbytes writes them, and what they stand for."""
+def nf4(path: str, weight: torch.Tensor, *, nested_size: int = 0) -> tuple[Tensors, torch.Tensor]:
+    """Return random codes as bitsandbytes writes them, and what they stand for.
+
+    `nested_size`: how many scales share one; 0: scales have none.
+    """
     outputs, inputs = weight.shape
     codes, values = torch.randint(16, weight.shape), torch.linspace(-1, 1, 16) ** 3
     num_scales = weight.numel() // 16
     state = {"quant_type": "nf4", "blocksize": 16, "dtype": "bfloat16", "shape": [outputs, inputs]}
     scale = torch.rand(num_scales)
     tensors = {path: (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).view(-1, 1)}
-    if is_nested:
-        state |= {"nested_blocksize": 100, "nested_offset": 0.25}
+    if nested_size:
+        state |= {"nested_blocksize": nested_size, "nested_offset": 0.25}
+        nested_size = min(nested_size, num_scales)
         index, steps = torch.randint(256, (num_scales,)), torch.linspace(-1, 1, 256)
-        nested = torch.rand(-(-num_scales // 100))
-        scale = steps[index] * nested.repeat_interleave(100)[:num_scales] + 0.25
+        nested = torch.rand(-(-num_scales // nested_size))
+        scale = steps[index] * nested.repeat_interleave(nested_size)[:num_scales] + 0.25
         tensors |= {f"{path}.absmax": index.to(torch.uint8), f"{path}.nested_quant_map": steps}
         tensors[f"{path}.nested_absmax"] = nested
     else:
@@ -81,7 +86,12 @@ FORMATS: Mapping[str, tuple[Mapping[str, object], Writer, str]] = {
     "nf4": (BITSANDBYTES, nf4, "int4-g16-float32-codebook"),
     "nf4-nested": (
         BITSANDBYTES,
-        lambda path, weight: nf4(path, weight, is_nested=True),
+        lambda path, weight: nf4(path, weight, nested_size=100),
+        "int4-g16-float32-codebook",
+    ),
+    "nf4-nested-once": (
+        BITSANDBYTES,
+        lambda path, weight: nf4(path, weight, nested_size=1 << 60),
         "int4-g16-float32-codebook",
     ),
     "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8, "int8"),
@@ -98,15 +108,17 @@ FORMATS: Mapping[str, tuple[Mapping[str, object], Writer, str]] = {
 }
 
 
-def write(directory: Path, form: str, changed: Tensors | None = None, dropped: str = "") -> Tensors:
+def write(
+    directory: Path, form: str, changed: Tensors | None = None, dropped: str = "", source: Path | None = None
+) -> Tensors:
     """Write a model in this format and return its wide weights."""
     torch.manual_seed(7)
     config, writer, _ = FORMATS[form]
-    source = build("llama-gqa").directory
+    source = source or build("llama-gqa").directory
     wide = load_file(source / "model.safetensors")
     tensors = dict(wide)
     # The others have inputs that groups of 32 do not divide.
-    for path in [path for path in wide if path.endswith("_proj.weight") and "down" not in path]:
+    for path in [path for path in wide if re.search(r"(?<!down)(?<!\.c)_proj\.weight|c_fc\.weight", path)]:
         written, wide[path] = writer(path, tensors.pop(path))
         tensors |= written
     tensors |= changed or {}
@@ -145,6 +157,13 @@ def test_looked_up_weights_keep_every_value(tmp_path: Path, form: str) -> None:
             assert torch.equal(dequantize_reference(weight, tensor.shape[1]), tensor)
 
 
+def test_codes_of_weights_that_are_transposed_get_eight_bits(tmp_path: Path) -> None:
+    tiny("gpt2", n_embd=64, n_head=4).save_pretrained(tmp_path / "source")
+    write(tmp_path, "nf4", source=tmp_path / "source")
+
+    assert packed(tmp_path)["layers.0.up.weight"].dtype == torch.int8
+
+
 STATE: Mapping[str, object] = {"blocksize": 16, "dtype": "bfloat16", "shape": [64, 64]}
 
 
@@ -160,11 +179,13 @@ def nf4_state(**changed: object) -> Tensors:
         ("nf4", nf4_state(blocksize="64"), "groups must be 16"),
         ("nf4", nf4_state(blocksize=128), "divide a row of 64"),
         ("nf4", nf4_state(shape=[-64, -64]), "must have a `shape` of a matrix"),
-        ("nf4", nf4_state(shape=[1 << 40, 64]), r"weight` must be \[35184372088832, 1\] of U8"),
+        ("nf4", nf4_state(shape=[1 << 30, 64]), r"weight` must be \[34359738368, 1\] of uint8"),
+        ("nf4", nf4_state(shape=[10**4000, 10**4000]), "must have a `shape` of a matrix"),
         ("nf4", nf4_state(shape=[32, 128]), "has shape .*, config.json says"),
         ("nf4", nf4_state(nested_blocksize=0, nested_offset=0.0), "`nested_blocksize` must be an integer"),
         ("nf4", nf4_state(nested_offset="a"), "`nested_offset` must be a number"),
-        ("nf4", nf4_state(nested_blocksize=64, nested_offset=0.0), "absmax` must be .* of U8 or uint8"),
+        ("nf4", nf4_state(nested_offset=10**400), "`nested_offset` must be a number"),
+        ("nf4", nf4_state(nested_blocksize=64, nested_offset=0.0), "absmax` must be .* of uint8"),
         (
             "nf4",
             {f"{O_PROJ}.weight.quant_state.bitsandbytes__nf4": torch.full((9,), 91, dtype=torch.uint8)},

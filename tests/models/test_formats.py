@@ -41,7 +41,8 @@ def test_exceptions_are_spelled_as_runs_of_layers() -> None:
 @pytest.mark.parametrize(
     "text",
     ["int5", "int4-g0-float32", "int4-g48-float32", "int4-g32-int8", "int8 int8:norm", "int8 int8:down.9-",
-     "int8 down.0", "", " ", "int8  int8:down", "int8 int8:down.0-99999", "int4-g9999999-float32"],
+     "int8 down.0", "", " ", "int8  int8:down", "int8 int8:down.0-99999", "int8 int8:down.9-0",
+     "int8 fp8:down.0-9,down.4", "int4-g9999999-float32"],
 )  # fmt: skip
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(DeviceError, match=r"unknown quant|groups of 4-bit weights"):
@@ -63,6 +64,15 @@ def test_names_are_plans(quant: str) -> None:
     arch = read_arch(build("llama-gqa").directory)
 
     assert layout_of(arch, "float32", quant).tensors == layout_of(arch, "float32", QUANTS[quant]).tensors
+
+
+def test_embeddings_have_eight_bits_where_a_plan_says_four() -> None:
+    arch = read_arch(build("llama-gqa").directory)
+
+    embed, scale = layout_of(arch, "bfloat16", "none int4-g32-float16:embed").tensors[:2]
+
+    assert (embed.dtype, embed.shape) == ("int8", (arch.vocab_size, arch.embed_size))
+    assert (scale.name, scale.shape) == ("embed.scale", (arch.vocab_size,))
 
 
 def test_four_bits_fall_back_to_eight_where_groups_do_not_fit() -> None:

@@ -62,6 +62,7 @@ def test_eight_bit_floats_are_kept(tmp_path: Path, name: str, config: Mapping[st
 
 
 BLOCKS = {**FP8, "weight_block_size": [48, 40]}
+ROW_BLOCKS = {**FP8, "weight_block_size": [48, 2**31 - 1]}
 COMPRESSED_BLOCKS = {
     **compressed_config(strategy="block", type="float", num_bits=8, block_structure=[48, 40]),
     "format": "float-quantized",
@@ -69,18 +70,19 @@ COMPRESSED_BLOCKS = {
 
 
 def _write_blocks(directory: Path, config: Mapping[str, object], scale: Tensors | None = None) -> Tensors:
-    """Write a model with a scale for each 48 outputs and 40 inputs, and return its wide weights."""
-    kind = "weight_scale_inv" if config is BLOCKS else "weight_scale"
+    """Write a model with a scale for each 48 outputs and 40 inputs or all, and return its wide weights."""
+    kind = "weight_scale" if config is COMPRESSED_BLOCKS else "weight_scale_inv"
     torch.manual_seed(7)
     source = build("llama-gqa").directory
     wide = load_file(source / "model.safetensors")
     tensors = dict(wide)
     for path in [path for path in wide if path.endswith("_proj.weight")]:
         outputs, inputs = wide[path].shape
-        scales = torch.rand(-(-outputs // 48), -(-inputs // 40))
+        width = inputs if config is ROW_BLOCKS else 40
+        scales = torch.rand(-(-outputs // 48), -(-inputs // width))
         tensors[path] = (wide[path] * 100).to(torch.float8_e4m3fn)
         tensors[path.replace("weight", kind)] = scales
-        whole = torch.kron(scales, torch.ones(48, 40))[:outputs, :inputs]
+        whole = torch.kron(scales, torch.ones(48, width))[:outputs, :inputs]
         wide[path] = tensors[path].float() * whole
     save_file(tensors | (scale or {}), directory / "model.safetensors")
     fields = json.loads((source / "config.json").read_text())
@@ -88,7 +90,7 @@ def _write_blocks(directory: Path, config: Mapping[str, object], scale: Tensors 
     return wide
 
 
-@pytest.mark.parametrize("config", [BLOCKS, COMPRESSED_BLOCKS], ids=["fp8", "compressed"])
+@pytest.mark.parametrize("config", [BLOCKS, ROW_BLOCKS, COMPRESSED_BLOCKS], ids=["fp8", "rows", "compressed"])
 def test_blocks_with_scales_become_eight_bits_by_output(tmp_path: Path, config: Mapping[str, object]) -> None:
     wide = _write_blocks(tmp_path, config)
 
@@ -133,7 +135,7 @@ def test_scales_of_blocks_that_do_not_fit_are_refused(
     ("scale", "message"),
     [
         (torch.ones(3), r"o_proj.weight_scale` must be a number or one for each of 64 outputs, given: \[3\]"),
-        (torch.ones(64, dtype=torch.int32), "of I32"),
+        (torch.ones(64, dtype=torch.int32), "of int32"),
         (torch.tensor(torch.nan), "holds NaN or infinity"),
     ],
 )

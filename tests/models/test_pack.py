@@ -222,7 +222,7 @@ def test_quantized_tensor_is_refused_by_name_and_dtype(tmp_path: Path) -> None:
     directory = _edited("llama-gqa", tmp_path, **{"model.norm.weight": torch.zeros(64, dtype=torch.int8)})
 
     with pytest.raises(
-        BadCheckpoint, match=r"`model\.norm\.weight` is stored as I8; supported: float32, float16, bfloat16"
+        BadCheckpoint, match=r"`model\.norm\.weight` is stored as int8; supported: float32, float16, bfloat16"
     ):
         _packed(directory)
 
@@ -232,7 +232,7 @@ def test_checkpoint_of_integers_has_no_dtype_to_serve(tmp_path: Path) -> None:
 
     save_file({"a": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
 
-    with pytest.raises(BadCheckpoint, match="stored as I8; supported: float32, float16, bfloat16"):
+    with pytest.raises(BadCheckpoint, match="stored as int8; supported: float32, float16, bfloat16"):
         checkpoint_dtype(read_checkpoint(tmp_path))
 
 

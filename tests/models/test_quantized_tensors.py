@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hearth.core.errors import ModelError
 from hearth.kernels.four_bits import FourBitWeight, dequantize_reference
+from hearth.models.formats import FourBits, QuantPlan
 from hearth.models.layout import layout_of
 from hearth.models.pack import checkpoint_quant, iter_tensors
 from hearth.store.format.convert import convert
@@ -30,6 +31,7 @@ FORMATS: Mapping[str, tuple[Mapping[str, object], Writer, str]] = {
         lambda module, one: gptq(module, one, is_v2=True),
         "int4-g16-float16-float32",
     ),
+    "gptq-groups-of-a-row": ({**GPTQ, "sym": True, "group_size": 64}, gptq, "int4-g64-float16"),
     "gptq-symmetric-rows": ({**GPTQ, "sym": True, "group_size": -1}, gptq, "int4-row-float16"),
     "awq": (AWQ, awq, "int4-g16-float16-float32"),
     "compressed": (
@@ -52,9 +54,13 @@ def _write(directory: Path, name: str, config: Mapping[str, object], write: Writ
     wide = load_file(source / "model.safetensors")
     tensors = dict(wide)
     dtype = torch.float16 if "float16" in plan.split("-")[2] and "bfloat16" not in plan else torch.bfloat16
+    form = QuantPlan.parse(plan).default
+    assert isinstance(form, FourBits)
     for path in [path for path in wide if path.endswith("_proj.weight")]:
-        outputs, inputs = tensors.pop(path).shape
-        groups = 1 if "row" in plan else inputs // 16
+        outputs, inputs = wide[path].shape
+        if (groups := form.groups(inputs)) is None:
+            continue
+        del tensors[path]
         is_symmetric = "float32" not in plan
         one = Codes.random(outputs, inputs, groups, dtype, is_symmetric=is_symmetric)
         wide[path] = one.weight()
@@ -97,7 +103,7 @@ def test_weights_of_four_bits_keep_every_value(tmp_path: Path, name: str, form: 
         quant = checkpoint_quant(source.checkpoint, source.arch)
     kept, widened = _packed(directory, quant), _packed(directory, "none")
 
-    assert quant.removesuffix(" none:head") == FORMATS[form][2]
+    assert quant.split()[0] == FORMATS[form][2]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in _widened(kept, expected))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in widened.items())
 
@@ -136,6 +142,7 @@ def test_biases_of_zeros_that_gptq_adds_are_dropped(tmp_path: Path) -> None:
             {**compressed_config(), "format": "marlin-24"},
             "`format` is 'marlin-24': supported: pack-quantized",
         ),
+        ({**compressed_config(), "format": ["pack-quantized"]}, "`format` must be a string"),
         ({**compressed_config(), "transform_config": {"config_groups": {}}}, "`transform_config` is"),
         ({**compressed_config(), "sparsity_config": {"format": "sparse-24"}}, "`sparsity_config` is"),
         ({**compressed_config(), "config_groups": {}}, "`config_groups` is {}"),
@@ -160,17 +167,18 @@ def test_configs_that_say_something_else_are_refused_by_field(
         ("qweight", torch.zeros(8, dtype=torch.int32), r"qweight` must be a matrix, given: \[8\]"),
         ("qweight", torch.zeros(0, 64, dtype=torch.int32), "has 0 inputs"),
         ("qweight", torch.zeros(7, 64, dtype=torch.int32), "has 56 inputs, which groups of 16 do not divide"),
-        ("qweight", torch.zeros(8, 64), r"must be \[8, 64\] of I32 or int32, given: \[8, 64\] of float32"),
+        ("qweight", torch.zeros(8, 64), r"must be \[8, 64\] of int32, given: \[8, 64\] of float32"),
         ("qweight", torch.zeros(10, 64, dtype=torch.int32), r"scales` must be \[5, 64\]"),
         ("scales", torch.ones(3, 64), r"scales` must be \[4, 64\]"),
         ("scales", torch.ones(4, 64, dtype=torch.int32), "scales` must be .* of float32 or float16"),
         ("scales", torch.full((4, 64), torch.inf, dtype=torch.float16), "NaN or infinite; fetch"),
-        ("scales", None, r"o_proj.qweight`, but no `.*o_proj.scales`"),
-        ("qzeros", None, r"o_proj.qweight`, but no `.*o_proj.qzeros`"),
+        ("scales", None, r"has no `.*o_proj.scales`; fetch"),
+        ("qzeros", None, r"has no `.*o_proj.qzeros`; fetch"),
         ("qzeros", torch.zeros(4, 64, dtype=torch.int32), r"qzeros` must be \[4, 8\]"),
         ("g_idx", torch.arange(64).flip(0).int(), "g_idx` reorders its inputs"),
         ("g_idx", torch.zeros(63, dtype=torch.int32), r"g_idx` must be \[64\]"),
         ("weight", torch.zeros(64, 64), "o_proj.weight` twice, quantised and not"),
+        ("bias", torch.ones(64).to(torch.float8_e4m3fn), "o_proj.bias` is stored as float8_e4m3fn"),
         ("bias", torch.ones(64), "1 tensors that do not fit its config.json: .*o_proj.bias"),
     ],
 )
@@ -188,6 +196,17 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
     with pytest.raises(ModelError, match=message):
         _packed(directory, "int4-g16-float16-float32 none:head")
+
+
+def test_rows_without_inputs_are_refused(tmp_path: Path) -> None:
+    def spoiled(module: str, one: Codes) -> Tensors:
+        return gptq(module, one) | {f"{module}.qweight": torch.zeros(0, 64, dtype=torch.int32)}
+
+    config, _, plan = FORMATS["gptq-symmetric-rows"]
+    _write(tmp_path, "llama-gqa", config, spoiled, plan)
+
+    with pytest.raises(ModelError, match="has 0 inputs"), open_directory(tmp_path):
+        pass
 
 
 def test_zeros_that_contradict_a_symmetric_config_are_refused(tmp_path: Path) -> None:

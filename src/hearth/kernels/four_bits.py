@@ -23,7 +23,7 @@ import torch
 from hearth.core.sizes import CODE_CHUNK as CHUNK
 from hearth.core.sizes import CODE_WORDS as WORDS
 from hearth.kernels.jit import capability, cdiv, launch, runs_triton, tl, triton
-from hearth.kernels.packed_products import PackedWeight, packed_linear
+from hearth.kernels.packed_products import packed_linear
 from hearth.kernels.quantized import GROUP_N, ProductScratch, Tile, _part_at, _place
 
 _PLANES = CHUNK // WORDS
@@ -101,8 +101,8 @@ def four_bit_linear(
     little, products of many rows are slower.
     """
     if not runs_triton(x):
-        packed = PackedWeight(weight.codes, weight.scale, weight.minimum, weight.codebook)
-        if not packed_linear(x, packed, bias, out=out):
+        lookup = {"minimum": weight.minimum, "codebook": weight.codebook}
+        if not packed_linear(x, weight.codes, weight.scale, bias, out=out, **lookup):
             four_bit_reference(x, weight, bias, out=out)
         return
     wide = None if room is None else _wide_rows(room, x)

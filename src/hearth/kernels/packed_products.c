@@ -48,7 +48,7 @@ typedef struct {
 // A chunk of a block in float32.
 typedef float Wide[BLOCK][CHUNK] __attribute__((aligned(64)));
 
-static float as_float(int32_t bits) { return ((union { int32_t bits; float value; }){bits}).value; }
+static float as_float(uint32_t bits) { return ((union { uint32_t bits; float value; }){bits}).value; }
 
 // Read BLOCK scales or minimums, of which `count` exist.
 static void read_numbers(const void *values, int64_t dtype, int64_t at, int count, float *restrict out) {
@@ -60,10 +60,10 @@ static void read_numbers(const void *values, int64_t dtype, int64_t at, int coun
     if (dtype == FLOAT32)
         memcpy(out, from, BLOCK * sizeof(float));
     else if (dtype == BFLOAT16)
-        for (int i = 0; i < BLOCK; i++) out[i] = as_float(halves[i] << 16);
+        for (int i = 0; i < BLOCK; i++) out[i] = as_float((uint32_t)halves[i] << 16);
     else // in float32's place the exponent is 112 too small
         for (int i = 0; i < BLOCK; i++)
-            out[i] = as_float((halves[i] & 0x7fff) << 13 | (halves[i] & 0x8000) << 16) * 0x1p112f;
+            out[i] = as_float((halves[i] & 0x7fffu) << 13 | (halves[i] & 0x8000u) << 16) * 0x1p112f;
 }
 
 // Products and sums are rounded one by one, as in the reference.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -32,16 +31,6 @@ _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).flo
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight [n, k], as `four_bits.py` or `quantized.py` describe it."""
-
-    values: torch.Tensor
-    scale: torch.Tensor
-    minimum: torch.Tensor | None = None
-    codebook: torch.Tensor | None = None
-
-
 class _Weight(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("kind", "scale_dtype", "minimum_dtype", "n", "k", "groups")),
@@ -57,49 +46,51 @@ class _Product(ctypes.Structure):
 
 
 def packed_linear(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, *, out: torch.Tensor
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    minimum: torch.Tensor | None = None,
+    codebook: torch.Tensor | None = None,
 ) -> bool:
-    """Compute `out = x @ weight.T + bias`. False: not done, for want of float32 or of a compiler."""
+    """Compute `out = x @ weight.T + bias`. False: not done, for want of float32 or of a compiler.
+
+    The weight is as in `quantized.py`, or if `values` are int32 as in `four_bits.py`.
+    """
     if not x.is_cpu or x.dtype != torch.float32 or (run := _native()) is None:
         return False
     rows, k = x.shape
     if not rows:
         return True
-    packed, n = _packed(weight, k)
-    threads = torch.get_num_threads()
-    if rows <= MAX_ROWS and out.is_contiguous() and (bias is None or bias.dtype == torch.float32):
-        whole = torch.nn.functional.pad(x, (0, -k % CODE_CHUNK)).contiguous()
-        address = None if bias is None else bias.data_ptr()
-        run(packed, _Product(0, n, rows, whole.data_ptr(), address, out.data_ptr()), threads)
-        return True
-    wide = torch.empty(min(n, max(1, WIDE_BYTES // (4 * k))), k)
-    for begin in range(0, n, len(wide)):
-        end = min(begin + len(wide), n)
-        run(packed, _Product(begin, end, 0, None, None, wide.data_ptr()), threads)
-        linear(x, wide[: end - begin], None if bias is None else bias[begin:end], out=out[:, begin:end])
-    return True
-
-
-def _packed(weight: PackedWeight, k: int) -> tuple[_Weight, int]:
-    values, scale, minimum, codebook = weight.values, weight.scale, weight.minimum, weight.codebook
     assert values.is_contiguous(), f"{values.stride()=}"
+    assert scale.is_contiguous(), f"{scale.stride()=}"
     is_four_bit = values.dtype == torch.int32
     if values.dtype == torch.float8_e4m3fn:
         codebook = _FP8_VALUES
     n, groups = (values.shape[1], scale.shape[0]) if is_four_bit else (values.shape[0], 1)
-    packed = _Weight(
+    weight = _Weight(
         0 if is_four_bit else 1,
         _NUMBERS[scale.dtype],
         0 if minimum is None else _NUMBERS[minimum.dtype],
         n,
         k,
         groups,
-        values.data_ptr(),
-        scale.data_ptr(),
-        None if minimum is None else minimum.data_ptr(),
-        None if codebook is None else codebook.data_ptr(),
+        *(None if part is None else part.data_ptr() for part in (values, scale, minimum, codebook)),
     )
-    return packed, n
+    threads = torch.get_num_threads()
+    if rows <= MAX_ROWS and out.is_contiguous() and (bias is None or bias.dtype == torch.float32):
+        whole = torch.nn.functional.pad(x, (0, -k % CODE_CHUNK)).contiguous()
+        address = None if bias is None else bias.data_ptr()
+        run(weight, _Product(0, n, rows, whole.data_ptr(), address, out.data_ptr()), threads)
+        return True
+    wide = torch.empty(min(n, max(1, WIDE_BYTES // (4 * k))), k)
+    for begin in range(0, n, len(wide)):
+        end = min(begin + len(wide), n)
+        run(weight, _Product(begin, end, 0, None, None, wide.data_ptr()), threads)
+        linear(x, wide[: end - begin], None if bias is None else bias[begin:end], out=out[:, begin:end])
+    return True
 
 
 @cache

@@ -25,7 +25,7 @@ import torch
 
 from hearth.kernels.jit import capability, cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
-from hearth.kernels.packed_products import PackedWeight, packed_linear
+from hearth.kernels.packed_products import packed_linear
 
 #: Up to so many rows a program per row beats tensor cores.
 MAX_SKINNY_ROWS = 1
@@ -45,7 +45,7 @@ def quantized_linear(
     Without `scratch`, or with too little for one program per multiprocessor, programs share no sums.
     """
     if not runs_triton(x):
-        if not packed_linear(x, PackedWeight(weight, scale), bias, out=out):
+        if not packed_linear(x, weight, scale, bias, out=out):
             quantized_linear_reference(x, weight, scale, bias, out=out)
     elif x.shape[0] <= MAX_SKINNY_ROWS:
         quantized_skinny_triton(x, weight, scale, bias, out=out)

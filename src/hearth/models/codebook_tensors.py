@@ -16,43 +16,38 @@ from functools import partial
 import torch
 
 from hearth.core.errors import BadCheckpoint
+from hearth.models.config_fields import MAX_INTEGER, MAX_NUMBER
 from hearth.models.formats import FourBits, is_group
-from hearth.models.pack import Checkpoint, StoredTensor
+from hearth.models.layout import Shape
+from hearth.models.pack import Checkpoint, StoredTensor, find_matrix, find_tensor
 from hearth.models.quantize import FourBitRows, Quantized, QuantizedTensor
-
-_BYTES, _INT8, _FLOATS = ("U8", "uint8"), ("I8", "int8"), ("float32",)
-_FP8 = ("F8_E4M3", "float8_e4m3fn")
 
 #: Formats of compressed-tensors, and how many inputs share a scale.
 FP4_FORMATS: Mapping[str, int] = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-#: The largest description of a weight by bitsandbytes; real ones have some hundred bytes.
+#: Marks the name of bitsandbytes' description of a weight.
+_STATE = ".quant_state.bitsandbytes__"
+#: The largest such description; real ones have some hundred bytes.
 _MAX_STATE_BYTES = 1 << 16
 
 
 def with_bitsandbytes(checkpoint: Checkpoint) -> Checkpoint:
+    states = {name.partition(_STATE)[0]: name for name in checkpoint if _STATE in name}
     merged = dict(checkpoint)
     for name, stored in checkpoint.items():
-        if not name.endswith(".weight"):
-            continue
-        state = next(
-            (key for key in checkpoint if key.startswith(f"{name}.quant_state.bitsandbytes__")), None
-        )
-        if state is not None:
-            merged[name] = _looked_up(name, checkpoint, _state(state, checkpoint[state]))
-        elif stored.dtype in _INT8:
+        if name.endswith(".weight") and name in states:
+            merged[name] = _looked_up(name, checkpoint, _state(states[name], checkpoint[states[name]]))
+        elif name.endswith(".weight") and stored.dtype == "int8":
             merged[name] = _eight_bits(name, checkpoint)
     parts = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format")
     return {
-        name: stored
-        for name, stored in merged.items()
-        if not name.endswith(parts) and ".quant_state.bitsandbytes__" not in name
+        name: stored for name, stored in merged.items() if not name.endswith(parts) and _STATE not in name
     }
 
 
 def _state(name: str, stored: StoredTensor) -> Mapping[str, object]:
-    if stored.dtype not in _BYTES or len(stored.shape) != 1 or stored.shape[0] > _MAX_STATE_BYTES:
+    if stored.dtype != "uint8" or len(stored.shape) != 1 or stored.shape[0] > _MAX_STATE_BYTES:
         raise BadCheckpoint(
             f"`{name:.80}` must be bytes of JSON, given: {list(stored.shape)} of {stored.dtype}"
         )
@@ -67,7 +62,11 @@ def _state(name: str, stored: StoredTensor) -> Mapping[str, object]:
 
 def _looked_up(name: str, checkpoint: Checkpoint, state: Mapping[str, object]) -> QuantizedTensor:
     shape, block = state.get("shape"), state.get("blocksize")
-    if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(n, int) and n > 0 for n in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 2
+        or not all(isinstance(n, int) and 0 < n <= MAX_INTEGER for n in shape)
+    ):
         raise BadCheckpoint(f"`{name}`: its quant_state must have a `shape` of a matrix")
     outputs, inputs = shape
     if not isinstance(block, int) or not is_group(block) or inputs % block:
@@ -76,29 +75,33 @@ def _looked_up(name: str, checkpoint: Checkpoint, state: Mapping[str, object]) -
             f"given: {block!r:.80}"
         )
     num_scales = outputs * inputs // block
-    shapes: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-        "": ((outputs * inputs // 2, 1), _BYTES),
-        ".absmax": ((num_scales,), _FLOATS),
-        ".quant_map": ((16,), _FLOATS),
+    wanted: dict[str, tuple[Shape, str]] = {
+        "": ((outputs * inputs // 2, 1), "uint8"),
+        ".absmax": ((num_scales,), "float32"),
+        ".quant_map": ((16,), "float32"),
     }
     nested, offset = state.get("nested_blocksize"), state.get("nested_offset", 0.0)
-    if not isinstance(offset, int | float):
+    if not isinstance(offset, int | float) or not abs(offset) <= MAX_NUMBER:
         raise BadCheckpoint(f"`{name}`: `nested_offset` must be a number")
     if nested is not None:
         if not isinstance(nested, int) or nested < 1:
             raise BadCheckpoint(f"`{name}`: `nested_blocksize` must be an integer of at least 1")
-        shapes |= {
-            ".absmax": ((num_scales,), _BYTES),
-            ".nested_absmax": ((-(-num_scales // nested),), _FLOATS),
-            ".nested_quant_map": ((256,), _FLOATS),
+        nested = min(nested, num_scales)
+        wanted |= {
+            ".absmax": ((num_scales,), "uint8"),
+            ".nested_absmax": ((-(-num_scales // nested),), "float32"),
+            ".nested_quant_map": ((256,), "float32"),
         }
-    parts = {kind: _part(f"{name}{kind}", checkpoint, *wanted) for kind, wanted in shapes.items()}
+    parts = {
+        kind: find_tensor(checkpoint, f"{name}{kind}", shape, dtype)
+        for kind, (shape, dtype) in wanted.items()
+    }
 
     def load() -> FourBitRows:
         scale = parts[".absmax"].read()
         if nested is not None:
             scales = parts[".nested_absmax"].read().repeat_interleave(nested)[:num_scales]
-            scale = parts[".nested_quant_map"].read()[scale.int()] * scales + offset
+            scale = parts[".nested_quant_map"].read()[scale.int()] * scales + float(offset)
         codes = _nibbles(parts[""].read().view(outputs, -1), first_shift=4)
         return FourBitRows(codes, scale.view(outputs, -1), None, parts[".quant_map"].read())
 
@@ -108,10 +111,8 @@ def _looked_up(name: str, checkpoint: Checkpoint, state: Mapping[str, object]) -
 
 
 def _eight_bits(name: str, checkpoint: Checkpoint) -> QuantizedTensor:
-    stored = checkpoint[name]
-    if len(stored.shape) != 2:
-        raise BadCheckpoint(f"`{name}` must be a matrix, given: {list(stored.shape)}")
-    scale = _part(f"{name.removesuffix('weight')}SCB", checkpoint, stored.shape[:1], _FLOATS)
+    stored = find_matrix(checkpoint, name, "int8")
+    scale = find_tensor(checkpoint, f"{name.removesuffix('weight')}SCB", stored.shape[:1], "float32")
     return QuantizedTensor(stored.shape, "bfloat16", "int8", partial(_integers, stored, scale, name))
 
 
@@ -125,24 +126,21 @@ def _integers(stored: StoredTensor, scale: StoredTensor, name: str) -> Quantized
 def with_fp4(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with weights of MXFP4 and NVFP4, whose scales have a scale, too."""
     merged = dict(checkpoint)
-    for name, packed in checkpoint.items():
+    for name in checkpoint:
         if not name.endswith(".weight_packed"):
             continue
-        module = name.removesuffix(".weight_packed")
-        if len(packed.shape) != 2:
-            raise BadCheckpoint(f"`{name}` must be a matrix, given: {list(packed.shape)}")
+        module, packed = name.removesuffix(".weight_packed"), find_matrix(checkpoint, name, "uint8")
         outputs, inputs = packed.shape[0], 2 * packed.shape[1]
         scale = checkpoint.get(f"{module}.weight_scale")
-        is_mx = scale is not None and scale.dtype in _BYTES
+        is_mx = scale is not None and scale.dtype == "uint8"
         group = FP4_FORMATS["mxfp4-pack-quantized" if is_mx else "nvfp4-pack-quantized"]
         if inputs % group:
             raise BadCheckpoint(f"`{module}` has {inputs} inputs, which groups of {group} do not divide")
-        _part(name, checkpoint, packed.shape, _BYTES)
-        scale_shape = (outputs, inputs // group)
-        scale = _part(f"{module}.weight_scale", checkpoint, scale_shape, _BYTES if is_mx else _FP8)
+        by_group, scale_dtype = (outputs, inputs // group), "uint8" if is_mx else "float8_e4m3fn"
+        scale = find_tensor(checkpoint, f"{module}.weight_scale", by_group, scale_dtype)
         whole = None
         if not is_mx:
-            whole = _part(f"{module}.weight_global_scale", checkpoint, (1,), _FLOATS)
+            whole = find_tensor(checkpoint, f"{module}.weight_global_scale", (1,), "float32")
         form = FourBits(group, "bfloat16" if is_mx else "float32", None, has_codebook=True)
         load = partial(_fp4_rows, packed, scale, whole, module)
         for kind in ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"):
@@ -167,15 +165,3 @@ def _nibbles(packed: torch.Tensor, *, first_shift: int) -> torch.Tensor:
     """Return the two codes of each byte, neighbours in a row."""
     first, second = packed >> first_shift & 15, packed >> (4 - first_shift) & 15
     return torch.stack([first, second], dim=2).flatten(1)
-
-
-def _part(name: str, checkpoint: Checkpoint, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> StoredTensor:
-    stored = checkpoint.get(name)
-    if stored is None:
-        raise BadCheckpoint(f"the checkpoint has no `{name}`; fetch it again")
-    if tuple(stored.shape) != shape or stored.dtype not in dtypes:
-        raise BadCheckpoint(
-            f"`{name}` must be {list(shape)} of {' or '.join(dtypes)}, "
-            f"given: {list(stored.shape)} of {stored.dtype}"
-        )
-    return stored

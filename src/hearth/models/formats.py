@@ -16,6 +16,7 @@ from functools import cache
 from typing import TypeAlias
 
 from hearth.core.errors import DeviceError
+from hearth.models.arch import MAX_LAYERS
 
 #: Plans with names of their own. An embedding is quantised only if a plan says so.
 QUANTS: Mapping[str, str] = {
@@ -94,29 +95,30 @@ class QuantPlan:
         others: dict[tuple[str, int | None], Format] = {}
         for word in words[1:]:
             name, _, places = word.partition(":")
+            form = _format(name, text)
             for place in places.split(","):
-                others.update(dict.fromkeys(_places(place, text), _format(name, text)))
+                found = dict.fromkeys(_places(place, text), form)
+                if found.keys() & others.keys():  # or a short plan could take long
+                    raise _unknown(text)
+                others |= found
         return QuantPlan(_format(words[0], text), others)
 
     @staticmethod
     def text_of(formats: Mapping[tuple[str, int | None], Format]) -> str:
         """Return the plan of weights with these formats, by module and layer."""
-        linears = [str(format) for (module, _), format in formats.items() if module in LINEARS]
-        default = max(dict.fromkeys(linears), key=linears.count, default="None")
+        names = {place: str(form or "none") for place, form in formats.items()}
+        linears = [name for (module, _), name in names.items() if module in LINEARS]
+        default = max(dict.fromkeys(linears), key=linears.count, default="none")
         places: dict[str, dict[str, list[int]]] = {}
-        for (module, layer), format in formats.items():
-            if str(format) != (default if module in LINEARS else "None"):
-                layers = places.setdefault(_name(str(format)), {}).setdefault(module, [])
+        for (module, layer), name in names.items():
+            if name != (default if module in LINEARS else "none"):
+                layers = places.setdefault(name, {}).setdefault(module, [])
                 if layer is not None:
                     layers.append(layer)
-        words = [_name(default)]
+        words = [default]
         for name, by_module in places.items():
             words.append(f"{name}:{','.join(p for m, at in by_module.items() for p in _spans(m, at))}")
         return " ".join(words)
-
-
-def _name(format: str) -> str:
-    return "none" if format == "None" else format
 
 
 def _spans(module: str, layers: list[int]) -> Iterable[str]:
@@ -137,7 +139,7 @@ def _places(text: str, plan: str) -> list[tuple[str, int | None]]:
     if found[2] is None:
         return [(found[1], None)]
     first, last = int(found[2]), int(found[3] or found[2])
-    if last - first > 10_000:
+    if not first <= last < MAX_LAYERS:
         raise _unknown(plan)
     return [(found[1], layer) for layer in range(first, last + 1)]
 

@@ -17,9 +17,6 @@ from hearth.models.dtypes import DTYPES
 from hearth.models.pack import Checkpoint, StoredTensor
 from hearth.models.quantize import Quantized, QuantizedTensor
 
-#: The dtype in safetensors and PyTorch files.
-_FP8 = ("F8_E4M3", "float8_e4m3fn")
-
 
 def with_fp8(checkpoint: Checkpoint, block: Sequence[int] | None = None) -> Checkpoint:
     """Return the checkpoint with its weights in e4m3 and their scales as one.
@@ -28,7 +25,7 @@ def with_fp8(checkpoint: Checkpoint, block: Sequence[int] | None = None) -> Chec
     """
     merged = dict(checkpoint)
     for name, stored in checkpoint.items():
-        if not name.endswith(".weight") or stored.dtype not in _FP8:
+        if not name.endswith(".weight") or stored.dtype != "float8_e4m3fn":
             continue
         module = name.removesuffix(".weight")
         kind = "weight_scale_inv" if f"{module}.weight_scale_inv" in checkpoint else "weight_scale"
@@ -71,8 +68,8 @@ def _widened_blocks(
 ) -> torch.Tensor:
     values, scales = stored.read(), scale.read().float()
     _check_finite(values, scales, name)
-    for axis, size in enumerate(block):
-        scales = scales.repeat_interleave(size, axis).narrow(axis, 0, values.shape[axis])
+    for axis, (size, by) in enumerate(zip(values.shape, block, strict=True)):
+        scales = scales.repeat_interleave(min(by, size), axis).narrow(axis, 0, size)
     return values.float() * scales
 
 

@@ -105,14 +105,16 @@ def _stored(arch: Arch, dtype: str, plan: QuantPlan) -> Iterator[tuple[str, str,
         layer = int(path[1]) if path else None
         form = plan.format_of(module, layer) if kind == "weight" else None
         prefix = name.removesuffix("weight")
-        if isinstance(form, FourBits) and (groups := form.groups(shape[1])) is not None:
+        # Rows of an embedding are looked up, which 4-bit codes are not laid out for.
+        groups = form.groups(shape[1]) if isinstance(form, FourBits) and module != "embed" else None
+        if isinstance(form, FourBits) and groups is not None:
             yield name, "int32", (-(-shape[1] // CODE_CHUNK), shape[0], CODE_WORDS)
             yield f"{prefix}scale", form.scale, (groups, shape[0])
             if form.minimum is not None:
                 yield f"{prefix}min", form.minimum, (groups, shape[0])
             if form.has_codebook:
                 yield f"{prefix}codebook", "float32", (16,)
-        elif form is not None:  # 8 bits also if groups do not divide the inputs
+        elif form is not None:  # 8 bits also where 4 cannot be
             yield name, EIGHT_BITS["int8" if isinstance(form, FourBits) else form], shape
             yield f"{prefix}scale", "float32", shape[:1]
         else:

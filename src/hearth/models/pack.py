@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeGuard
 
 import torch
 
@@ -113,8 +113,9 @@ def checkpoint_quant(checkpoint: Checkpoint, arch: Arch) -> str:
         *path, module, kind = name.split(".")
         if kind == "weight" and module in LINEARS | {"embed"}:
             form = _common([checkpoint[part.name] for part in sources[name].parts])
-            # Embeddings are looked up by rows, for which 4-bit codes have no place.
-            form = "int8" if module == "embed" and form is not None else form
+            # The codes of these cannot stay as they are: see `layout_of` and `_row_pieces`.
+            is_remade = module == "embed" or sources[name].is_transposed
+            form = "int8" if is_remade and form is not None else form
             formats[module, int(path[1]) if path else None] = form
     return QuantPlan.text_of(formats)
 
@@ -128,8 +129,17 @@ def _common(parts: Sequence[StoredTensor]) -> Format:
 
 def _form_of(kinds: Mapping[str, TensorSpec], num_inputs: int) -> FourBits:
     scale, minimum = kinds["scale"], kinds.get("min")
-    group = None if scale.shape[0] == 1 else num_inputs // scale.shape[0]
+    group = num_inputs // scale.shape[0]
     return FourBits(group, scale.dtype, None if minimum is None else minimum.dtype, "codebook" in kinds)
+
+
+def _has_form(stored: StoredTensor, form: Format, num_inputs: int) -> TypeGuard[QuantizedTensor]:
+    if not isinstance(stored, QuantizedTensor):
+        return False
+    own = stored.form
+    if isinstance(own, FourBits) and own.group is None:
+        own = replace(own, group=num_inputs)
+    return own == form
 
 
 def _four_bit_rows(
@@ -153,11 +163,10 @@ def _row_pieces(
     module = spec.name.split(".")[-2]
     for index, part in enumerate(source.parts):
         stored = checkpoint[part.name]
-        if isinstance(stored, QuantizedTensor) and stored.form == form and not source.is_transposed:
+        if not source.is_transposed and _has_form(stored, form, source.shape[1]):
             yield stored.reordered(partial(_reordered, arch, module, index)).load()
         else:
-            piece = read_tensor(part.name, checkpoint)
-            yield from in_order(arch, module, index, piece.t() if source.is_transposed else piece)
+            yield from _part(arch, spec, source, index, checkpoint)
 
 
 def _reordered(arch: Arch, module: str, index: int, rows: torch.Tensor) -> torch.Tensor:
@@ -180,15 +189,20 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> str:
 def _pieces(
     arch: Arch, spec: TensorSpec, source: TensorSource, checkpoint: Checkpoint
 ) -> Iterator[torch.Tensor]:
+    for index in range(len(source.parts)):
+        yield from _part(arch, spec, source, index, checkpoint)
+
+
+def _part(
+    arch: Arch, spec: TensorSpec, source: TensorSource, index: int, checkpoint: Checkpoint
+) -> Iterator[torch.Tensor]:
     module, kind = spec.name.split(".")[-2:]
-    shift = NAMES[arch.family].norm_shift if module.endswith("norm") and kind == "weight" else 0.0
-    for index, part in enumerate(source.parts):
-        piece = read_tensor(part.name, checkpoint)
-        if source.is_transposed:
-            piece = piece.t()
-        if shift:
-            piece = piece.float() + shift
-        yield from in_order(arch, module, index, piece)
+    piece = read_tensor(source.parts[index].name, checkpoint)
+    if source.is_transposed:
+        piece = piece.t()
+    if module.endswith("norm") and kind == "weight" and NAMES[arch.family].norm_shift:
+        piece = piece.float() + NAMES[arch.family].norm_shift
+    yield from in_order(arch, module, index, piece)
 
 
 def in_order(arch: Arch, module: str, index: int, rows: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -249,6 +263,27 @@ def read_tensor(name: str, checkpoint: Checkpoint) -> torch.Tensor:
     if stored.dtype not in DTYPES:
         raise BadCheckpoint(f"`{name}` is stored as {stored.dtype}; supported: {', '.join(DTYPES)}")
     return stored.read()
+
+
+def find_tensor(checkpoint: Checkpoint, name: str, shape: Shape, *dtypes: str) -> StoredTensor:
+    """Return a tensor. Raises BadCheckpoint unless it has this shape and one of these dtypes."""
+    stored = checkpoint.get(name)
+    if stored is None:
+        raise BadCheckpoint(f"the checkpoint has no `{name}`; fetch it again")
+    if stored.shape != shape or stored.dtype not in dtypes:
+        raise BadCheckpoint(
+            f"`{name}` must be {list(shape)} of {' or '.join(dtypes)}, "
+            f"given: {list(stored.shape)} of {stored.dtype}"
+        )
+    return stored
+
+
+def find_matrix(checkpoint: Checkpoint, name: str, dtype: str) -> StoredTensor:
+    """Return a matrix of any shape. Raises as `find_tensor`."""
+    stored = checkpoint[name]
+    if len(stored.shape) != 2:
+        raise BadCheckpoint(f"`{name}` must be a matrix, given: {list(stored.shape)}")
+    return find_tensor(checkpoint, name, stored.shape, dtype)
 
 
 def _check_head_copy(checkpoint: Checkpoint, head: str | None, embed: CheckpointTensor) -> None:

@@ -25,12 +25,11 @@ from hearth.models.dtypes import DTYPES
 from hearth.models.formats import FourBits, is_group
 from hearth.models.fp8_tensors import with_fp8
 from hearth.models.layout import canonical_shapes
-from hearth.models.pack import Checkpoint, StoredTensor
+from hearth.models.pack import Checkpoint, StoredTensor, find_matrix, find_tensor, read_tensor
 from hearth.models.quantize import FourBitRows, QuantizedTensor
 from hearth.models.tensor_names import NAMES
 
-#: Codes of a word, and its dtype in safetensors and PyTorch files.
-_WORD_CODES, _INTEGERS = 8, ("I32", "int32")
+_WORD_CODES = 8  #: of int32
 _CONFIG = "quantization_config"
 _METHODS = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "fp8")
 
@@ -64,17 +63,17 @@ def with_quantized(checkpoint: Checkpoint, config: Fields, arch: Arch) -> Checkp
             packing = _gptq(method)
         case "awq":
             packing = _awq(method)
-        case "compressed-tensors" if method.values.get("format") == "float-quantized":
+        case "compressed-tensors" if method.text("format") == "float-quantized":
             found = _compressed_weights(method, "float", ("tensor", "channel", "block"))
             is_block = found.text("strategy") == "block"
             return with_fp8(checkpoint, _block(found, "block_structure") if is_block else None)
-        case "compressed-tensors" if method.values.get("format") in FP4_FORMATS:
+        case "compressed-tensors" if method.text("format") in FP4_FORMATS:
             _compressed_weights(method, "float", ("group", "tensor_group"))
             return with_fp4(checkpoint)
-        case "bitsandbytes":
-            return with_bitsandbytes(checkpoint)
         case "compressed-tensors":
             packing = _compressed(method)
+        case "bitsandbytes":
+            return with_bitsandbytes(checkpoint)
         case "fp8":
             size = "weight_block_size"
             return with_fp8(checkpoint, _block(method, size) if method.has(size) else None)
@@ -86,9 +85,8 @@ def with_quantized(checkpoint: Checkpoint, config: Fields, arch: Arch) -> Checkp
     weights: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for module in modules:
-        parts = {kind: checkpoint[f"{module}.{kind}"] for kind in kinds if f"{module}.{kind}" in checkpoint}
-        weights[f"{module}.weight"] = _weight(packing, parts, module)
-        used |= {f"{module}.{kind}" for kind in parts}
+        weights[f"{module}.weight"] = _weight(packing, checkpoint, module)
+        used |= {f"{module}.{kind}" for kind in kinds}
     used |= _empty_biases(checkpoint, modules, arch)
     if twice := weights.keys() & checkpoint.keys():
         raise BadCheckpoint(
@@ -174,39 +172,28 @@ def _block(f: Fields, name: str) -> list[int]:
     return sizes
 
 
-def _weight(packing: _Packing, parts: Mapping[str, StoredTensor], module: str) -> QuantizedTensor:
+def _weight(packing: _Packing, checkpoint: Checkpoint, module: str) -> QuantizedTensor:
     """Check shapes and dtypes, which alone are read now."""
-    needed = (packing.codes, packing.scale, *([packing.zeros] if packing.has_zeros else []))
-    if missing := [kind for kind in needed if kind not in parts]:
-        raise BadCheckpoint(f"the checkpoint has `{module}.{packing.codes}`, but no `{module}.{missing[0]}`")
-    codes, scale = parts[packing.codes], parts[packing.scale]
-    if len(codes.shape) != 2:
-        raise BadCheckpoint(f"`{module}.{packing.codes}` must be a matrix, given: {list(codes.shape)}")
+    codes = find_matrix(checkpoint, f"{module}.{packing.codes}", "int32")
     sizes = [
         size * (_WORD_CODES if axis == packing.codes_axis else 1) for axis, size in enumerate(codes.shape)
     ]
     inputs, outputs = sizes if packing.is_transposed else sizes[::-1]
-    form = FourBits(packing.group, scale.dtype, "float32" if packing.has_zeros else None)
-    groups = form.groups(inputs)
-    if not groups:
-        raise BadCheckpoint(f"`{module}` has {inputs} inputs, which groups of {packing.group} do not divide")
-    by_group = [groups, outputs] if packing.is_transposed else [outputs, groups]
-    zeros = [
+    group = inputs if packing.group is None else packing.group
+    if not inputs or inputs % group:
+        raise BadCheckpoint(f"`{module}` has {inputs} inputs, which groups of {group} do not divide")
+    by_group = (inputs // group, outputs) if packing.is_transposed else (outputs, inputs // group)
+    words_of_zeros = tuple(
         -(-size // _WORD_CODES) if axis == packing.zeros_axis else size for axis, size in enumerate(by_group)
-    ]
-    expected = {
-        packing.codes: (list(codes.shape), _INTEGERS),
-        packing.scale: (by_group, tuple(DTYPES)),
-        packing.zeros: (zeros, _INTEGERS),
-        "g_idx": ([inputs], _INTEGERS),
-    }
-    for kind, (shape, dtypes) in expected.items():
-        if kind in parts and (list(parts[kind].shape) != shape or parts[kind].dtype not in dtypes):
-            raise BadCheckpoint(
-                f"`{module}.{kind}` must be {shape} of {' or '.join(dtypes)}, "
-                f"given: {list(parts[kind].shape)} of {parts[kind].dtype}"
-            )
-    load = partial(_rows, packing, parts, inputs // groups, module)
+    )
+    scale = find_tensor(checkpoint, f"{module}.{packing.scale}", by_group, *DTYPES)
+    parts = {packing.codes: codes, packing.scale: scale}
+    for kind, shape in ((packing.zeros, words_of_zeros), ("g_idx", (inputs,))):
+        name = f"{module}.{kind}"
+        if name in checkpoint or (kind == packing.zeros and packing.has_zeros):
+            parts[kind] = find_tensor(checkpoint, name, shape, "int32")
+    form = FourBits(packing.group, scale.dtype, "float32" if packing.has_zeros else None)
+    load = partial(_rows, packing, parts, group, module)
     return QuantizedTensor((outputs, inputs), scale.dtype, form, load)
 
 
@@ -245,4 +232,4 @@ def _empty_biases(checkpoint: Checkpoint, modules: Sequence[str], arch: Arch) ->
     paths = [path for name in biased for path in NAMES[arch.family].modules.get(name, ())]
     needed = {path.rpartition(".")[2] for path in paths}
     names = [f"{module}.bias" for module in modules if module.rpartition(".")[2] not in needed]
-    return {name for name in names if name in checkpoint and not checkpoint[name].read().any()}
+    return {name for name in names if name in checkpoint and not read_tensor(name, checkpoint).any()}

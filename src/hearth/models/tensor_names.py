@@ -23,9 +23,7 @@ class NameMap:
     head: str = "lm_head"
     ignored: str = r"(.*\.)?rotary(_emb)?\.inv_freq"  #: pattern of unused tensors
     interleaved_qkv: bool = False  #: one tensor [kv_heads, queries of the group + key + value, head_dim]
-    rotates_pairs: bool = (
-        False  #: rows of q and k that are rotated together are neighbours, not half a head apart
-    )
+    rotates_pairs: bool = False  #: rows of q and k that rotate together are neighbours, not half a head apart
     is_transposed: bool = False  #: weights of linears are [inputs, outputs]
     norm_shift: float = 0.0  #: added to the weights of norms
 

@@ -17,9 +17,8 @@ class InfillMarks:
     prefix: str
     suffix: str
     middle: str
-    stops: tuple[
-        str, ...
-    ]  #: that end the middle, as do the marks; those that the tokenizer lacks do not count
+    #: That end the middle, as do the marks. Those that the tokenizer lacks do not count.
+    stops: tuple[str, ...]
 
 
 MARKS = (

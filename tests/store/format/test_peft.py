@@ -141,7 +141,7 @@ def test_what_cannot_be_served_exactly_is_refused_by_its_config(
         (put(Q_A, 4), r"shape \[4\]"),
         (put(Q_B, 64, 4, value=math.nan), "NaN or infinity"),
         (put(Q_A, 4, 64, value=math.inf), "NaN or infinity"),
-        (lambda tensors: tensors.__setitem__(Q_A, torch.ones(4, 64, dtype=torch.int8)), "stored as I8"),
+        (lambda tensors: tensors.__setitem__(Q_A, torch.ones(4, 64, dtype=torch.int8)), "stored as int8"),
     ],
 )
 def test_tensors_that_are_not_the_factors_of_the_base_are_refused(

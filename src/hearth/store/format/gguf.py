@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -72,8 +72,7 @@ _VALUES: Mapping[GGMLQuantizationType, type[np.generic]] = {
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[ModelSource]:
-    data = _mapped(path)
-    header = _header(path, data)
+    data, header = _mapped(path)
     metadata = Fields("GGUF", header.metadata, where=f"`{path}`")
     _refuse_part(metadata)
     tensors = {entry.name: _GgufTensor.of(entry, data) for entry in header.tensors}
@@ -133,59 +132,19 @@ class _GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Interleaved:
-    """A bias of queries or keys, or their weight in floats, in the order of transformers."""
+class _ChangedTensor:
+    """A tensor that is not what it was in transformers until `change` undoes what llama.cpp did."""
 
     stored: _GgufTensor
-    num_heads: int
+    shape: Shape
+    change: Callable[[torch.Tensor], torch.Tensor]
 
     @property
     def dtype(self) -> str:
         return self.stored.dtype
 
-    @property
-    def shape(self) -> Shape:
-        return self.stored.shape
-
     def read(self) -> torch.Tensor:
-        return _halves(self.num_heads, self.stored.read())
-
-
-@dataclass(frozen=True, slots=True)
-class _Transposed:
-    """A weight of a family whose checkpoints have it transposed, and GGUF files have not."""
-
-    stored: _GgufTensor
-
-    @property
-    def dtype(self) -> str:
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> Shape:
-        return self.stored.shape[::-1]
-
-    def read(self) -> torch.Tensor:
-        return self.stored.read().t()
-
-
-@dataclass(frozen=True, slots=True)
-class _Shifted:
-    """The weight of a norm, to which llama.cpp's converter has added a number."""
-
-    stored: _GgufTensor
-    shift: float
-
-    @property
-    def dtype(self) -> str:
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> Shape:
-        return self.stored.shape
-
-    def read(self) -> torch.Tensor:
-        return self.stored.read().float() - self.shift
+        return self.change(self.stored.read())
 
 
 @cache
@@ -198,17 +157,11 @@ def _can_dequantise(kind: GGMLQuantizationType) -> bool:
     return True
 
 
-def _mapped(path: Path) -> npt.NDArray[np.uint8]:
+def _mapped(path: Path) -> tuple[npt.NDArray[np.uint8], GgufHeader]:
     try:
-        return np.asarray(np.memmap(path, mode="r"))  # whose class makes every view of it slow
-    except (OSError, ValueError) as error:  # ValueError: it is empty
-        raise BadCheckpoint(f"`{path}` is truncated or no GGUF file: {error}; fetch it again") from error
-
-
-def _header(path: Path, data: npt.NDArray[np.uint8]) -> GgufHeader:
-    try:
-        return read_header(data)
-    except MalformedGguf as error:
+        data = np.asarray(np.memmap(path, mode="r"))  # whose class makes every view of it slow
+        return data, read_header(data)
+    except (OSError, ValueError, MalformedGguf) as error:  # ValueError: it is empty
         raise BadCheckpoint(f"`{path}` is truncated or no GGUF file: {error}; fetch it again") from error
 
 
@@ -238,15 +191,16 @@ def _as_trained(names: NameMap, name: str, stored: _GgufTensor, heads: Mapping[s
     module, _, kind = name.rpartition(".")
     module = module.rpartition(".")[2]
     if kind == "weight" and names.norm_shift and module.endswith("norm"):
-        return _Shifted(stored, names.norm_shift)
+        return _ChangedTensor(stored, stored.shape, lambda weight: weight.float() - names.norm_shift)
     if names.is_transposed and kind == "weight" and _MODULES.get(module, ("", 0))[0] in LINEARS - {"head"}:
-        return _Transposed(stored)
+        return _ChangedTensor(stored, stored.shape[::-1], torch.t)
+    in_halves = partial(_halves, heads[module]) if module in heads else None
     if not stored.is_quantised:
-        return _Interleaved(stored, heads[module]) if module in heads else stored
+        return stored if in_halves is None else _ChangedTensor(stored, stored.shape, in_halves)
     # Other kinds than those of 4 bits are stored in 8, with one scale for a row.
     form = FORMS.get(stored.kind, "int8")
     quantised = QuantizedTensor(stored.shape, stored.dtype, form, stored.rows)
-    return quantised.reordered(partial(_halves, heads[module])) if module in heads else quantised
+    return quantised if in_halves is None else quantised.reordered(in_halves)
 
 
 def _halves(num_heads: int, rows: torch.Tensor) -> torch.Tensor:

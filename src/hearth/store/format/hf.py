@@ -37,7 +37,16 @@ from hearth.store.format.torch_file import open_torch_file
 SAFETENSORS = "model.safetensors"
 PICKLE = "pytorch_model.bin"
 
-STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: torch's names of dtypes, by those of safetensors.
+_DTYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "I32": "int32",
+    "I8": "int8",
+    "U8": "uint8",
+}
 
 #: The largest header of a safetensors file, that of a hundred thousand tensors.
 MAX_HEADER_BYTES = 16 << 20
@@ -120,7 +129,7 @@ def _safetensors(path: Path) -> dict[str, _HfTensor]:
         for name in file.keys():  # type: ignore[no-untyped-call] # noqa: SIM118 - an untyped library's
             header = file.get_slice(name)  # type: ignore[no-untyped-call] # untyped library
             dtype, shape = header.get_dtype(), tuple(header.get_shape())
-            stored[name] = _HfTensor(name, path, STORED.get(dtype, dtype), shape, load)
+            stored[name] = _HfTensor(name, path, _DTYPES.get(dtype, dtype), shape, load)
     return stored
 
 
