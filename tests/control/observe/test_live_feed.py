@@ -63,7 +63,7 @@ def test_a_subscriber_is_told_what_was_then_what_happens(data_dir: DataDir, depl
         before = await rig.submit(ask(), ANYBODY)
         watcher = Watcher(rig, ANYBODY)
         await watcher.hear("hello", "requests", "state", "decisions")
-        assert watcher.last("hello")["role"] == "admin"
+        assert watcher.last("hello")["health"]["status"] == "starting"
         assert watcher.rows()[0]["request_id"] == before.request_id
         assert ["WorkerJoined"] in watcher.tags()
         assert ["RequestArrived", "LoadModel", "Dispatch"] in watcher.tags()

@@ -48,7 +48,7 @@ class Scene:
         return shown(self._metrics)
 
     def marks(self) -> list[tuple[float, str]]:
-        explained = self.observer.explain(R0, 100.0, ANYBODY)
+        explained = self.observer.explain(R0, 100.0, lambda _: True)
         assert explained is not None
         return [(mark.at_s, mark.what) for mark in explained.marks]
 
@@ -100,7 +100,7 @@ def test_a_request_shows_that_its_model_was_prewarmed(scene: Scene, is_advice: b
     order = events.Prewarm(A, W0, False, 1.0, 0.1, 1.0, is_advice)
     scene.observer.observe(events.TimerFired(4.0), [order])
     scene.arrive(load(), dispatch())
-    explained = scene.observer.explain(R0, 100.0, ANYBODY)
+    explained = scene.observer.explain(R0, 100.0, lambda _: True)
     assert explained is not None
     (mark,) = (mark for mark in explained.marks if mark.what == "prewarm")
     assert mark.detail == f"{did} 6.5 s before, for a forecast"
@@ -135,7 +135,7 @@ def test_a_request_that_switches_to_a_whole_replica_is_not_resumed(scene: Scene)
     assert scene.metric("hearth_switches_total") == 1
     assert scene.metric("hearth_resumes_total") == 0
     assert scene.metric('hearth_output_tokens_total{model="a"}') == 7
-    explained = scene.observer.explain(R0, 20.0, ANYBODY)
+    explained = scene.observer.explain(R0, 20.0, lambda _: True)
     assert explained is not None
     assert (explained.num_resumes, explained.why) == (0, Why.SWITCHED)
     assert any(mark.detail.startswith("a~3: layers 0 to 1 on w0") for mark in explained.marks)
@@ -158,7 +158,7 @@ def test_a_request_is_told_in_whose_step_its_worker_was_lost_and_whether_that_co
     hung = "did not advance for 30 s, limit: 30 s,"
     scene.observer.observe(events.WorkerLost(12.0, W0, ModelId("b"), reason=hung), [load(W1), dispatch(W1)])
     scene.observer.observe(events.WorkerLost(14.0, W1, A), [])
-    explained = scene.observer.explain(R0, 20.0, ANYBODY)
+    explained = scene.observer.explain(R0, 20.0, lambda _: True)
     assert explained is not None
     assert [mark.detail for mark in explained.marks if mark.what == "worker_lost"] == [
         f"w0 {hung} in a step of another model, not counted against it, after 0 tokens",
@@ -205,7 +205,7 @@ def test_the_details_of_a_load_are_facts_that_events_do_not_have(scene: Scene) -
     scene.observer.load_ended(
         12.0, W0, ModelLoaded(A, 1, rungs, 700, 0, 0.25, 0.25, 0.5, 1.0, is_widened=True)
     )
-    explained = scene.observer.explain(R0, 20.0, ANYBODY)
+    explained = scene.observer.explain(R0, 20.0, lambda _: True)
     assert explained is not None
     assert (explained.reused_bytes, explained.load_s) == (700, 1.5)
     assert [span.what for span in explained.spans] == ["queue", "open", "place", "load", "assemble"]
@@ -266,7 +266,7 @@ def test_a_load_begins_with_the_turn_that_it_waits_for() -> None:
     scene.arrive(load(), dispatch())
     scene.observer.observe(events.TurnBegan(14.0, W0, A), [])
     scene.observer.load_ended(14.5, W0, ModelLoaded(A, 1, (), 0, 0, 0.25, 0.125, 0.0, 0.375, place_s=0.125))
-    explained = scene.observer.explain(R0, 100.0, ANYBODY)
+    explained = scene.observer.explain(R0, 100.0, lambda _: True)
     assert explained is not None
     assert [(span.what, span.begin_s, span.end_s) for span in explained.spans if span.end_s > 0.5] == [
         ("turn", 0.5, 4.0),
@@ -283,7 +283,7 @@ def test_a_request_that_waits_for_its_turn_says_which_models_are_in_turn() -> No
     scene.observer.observe(events.TurnBegan(9.0, W0, ModelId("b")), [])
     scene.observer.observe(events.TurnBegan(9.0, WorkerId("w9"), ModelId("c")), [])
     scene.arrive(load(), dispatch())
-    explained = scene.observer.explain(R0, 100.0, ANYBODY)
+    explained = scene.observer.explain(R0, 100.0, lambda _: True)
     assert explained is not None
     assert [span.detail for span in explained.spans if span.what == "turn"] == [
         "its turn has yet to begin; in turn: b"

@@ -13,7 +13,6 @@ export const live = {
   isConnected: false,
   health: null,
   state: null, // of workers and models; null: not told, or not to this key
-  stateAt: 0,
   requests: new Map(),
   decisions: [],
   samples: [],
@@ -44,14 +43,14 @@ export function useLive() {
   return live;
 }
 
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(message, status) {
     super(message);
     this.status = status;
   }
 }
 
-export async function failure(response) {
+async function failure(response) {
   const text = await response.text();
   let message = text;
   try {
@@ -144,7 +143,6 @@ function listen() {
   });
   on("state", (state) => {
     live.state = state;
-    live.stateAt = performance.now();
     live.health = state.health;
   });
   on("requests", (rows) => {

@@ -201,15 +201,13 @@ class LiveFeed:
         if any(one.caller.has_role("monitor") for one in self._subscribers):
             common = self._state() + _event("requests", map(_encoded_row, changed)) + self._new_decisions()
         for one in list(self._subscribers):
-            if one.caller.has_role("monitor"):
-                message = common
-            else:
-                may_see = self._views.visible_to(one.caller)
-                message = _event("requests", [_encoded_row(row) for row in changed if may_see(row)])
-            if not message:
-                continue
-            num_bytes = max(num_bytes, len(message))
-            self._send(one, message)
+            message = common
+            if not one.caller.has_role("monitor"):
+                rows = filter(self._views.visible_to(one.caller), changed) if changed else ()
+                message = _event("requests", map(_encoded_row, rows))
+            if message:
+                num_bytes = max(num_bytes, len(message))
+                self._send(one, message)
         return num_bytes
 
     def _send(self, one: _Subscriber, message: bytes) -> None:
@@ -264,16 +262,9 @@ class LiveFeed:
         return _event("decisions", [one.encoded() for one in newest])
 
     def _first_message(self, caller: Caller) -> bytes:
-        hello = {
-            "name": caller.name,
-            "role": caller.role,
-            "has_key": caller.key_id is not None,
-            "now_s": time.time(),
-            "health": self._views.health(),
-        }
-        may_see = self._views.visible_to(caller)
-        rows = [_encoded_row(row) for row in self._timelines.all() if may_see(row)]
-        message = _data("hello", msgspec.json.encode(hello)) + _event("requests", rows)
+        rows = filter(self._views.visible_to(caller), self._timelines.all())
+        message = _data("hello", msgspec.json.encode({"health": self._views.health()}))
+        message += _event("requests", map(_encoded_row, rows))
         if caller.has_role("monitor"):
             decisions = [one.encoded() for one in self._decisions]
             message += self._whole_state() + _event("decisions", decisions)

@@ -8,7 +8,7 @@ simulation is measured like the service.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hearth.control.observe.charges import Charges
 from hearth.control.observe.explanation import explain
@@ -18,7 +18,6 @@ from hearth.control.observe.model_metrics import ModelSeries
 from hearth.control.observe.timeline import Timeline, Timelines
 from hearth.control.observe.views import Explanation
 from hearth.control.requests.active_request import ActiveRequest
-from hearth.control.requests.caller import Caller
 from hearth.core.messages import AdapterLoaded, LoadProgress, ModelLoaded, StepDone
 from hearth.core.types import (
     FinishReason,
@@ -66,8 +65,10 @@ class Observer:
         self._series[timeline.request_id] = self._metrics.models.take(timeline.model)
         self.recent.add(timeline)
 
-    def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
-        timeline = self.recent.find(request_id, caller)
+    def explain(
+        self, request_id: str, now_s: float, may_see: Callable[[Timeline], bool]
+    ) -> Explanation | None:
+        timeline = self.recent.find(request_id, may_see)
         return None if timeline is None else explain(timeline, now_s, self._between_nodes)
 
     def close(self) -> None:

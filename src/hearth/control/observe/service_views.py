@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 from hearth.control.deploy.deployments import Deployments
@@ -115,11 +114,10 @@ class ServiceViews:
         return {name: found[Rung.HOST] for name, found in by_model.items() if found.get(Rung.HOST)}
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
-        found = self._observer.explain(request_id, self._driver.now_s, caller)
+        """Return None if there is no such request, or the caller may not see it."""
+        found = self._observer.explain(request_id, self._driver.now_s, self.visible_to(caller))
         if found is None or caller.terms.models is None or caller.has_role("monitor"):
             return found
-        if not self._may_see(found.model, caller):
-            return None  # another key of the group may use it
         return replace(  # obstacles and details name the models that are in the way
             found,
             options=tuple(one for one in found.options if one.obstacle is None),
@@ -142,12 +140,10 @@ class ServiceViews:
             return lambda _: True
         if caller.terms.models is None:
             return lambda timeline: caller.can_see(timeline.group)
-        may_see = cache(lambda model: self._may_see(model, caller))
-        return lambda timeline: caller.can_see(timeline.group) and may_see(timeline.adapter or timeline.model)
-
-    def _may_see(self, model: str, caller: Caller) -> bool:
-        bases = [view.base for view in self._deployments.models(caller) if view.preset is not None]
-        return model in bases or self._deployments.may_use(model, caller)
+        views = self._deployments.models(caller)
+        bases = {view.base for view in views if view.preset is not None}
+        known = {*caller.terms.models, *(view.name for view in views), *bases}
+        return lambda one: caller.can_see(one.group) and (one.adapter or one.model) in known
 
     def health(self) -> Health:
         workers = self._nodes.workers()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hearth.control.observe.load_log import ON_DEVICE, LoadLog, place_of, slowest_tier
-from hearth.control.requests.caller import Caller, GroupId
+from hearth.control.requests.caller import GroupId
 from hearth.control.requests.correlation import UNNAMED, Correlation
 from hearth.core.messages import AdapterLoaded
 from hearth.core.types import ModelId, Pace, Pooling, RequestId, TurnEnd, WorkerId
@@ -218,15 +218,15 @@ class Timelines:
         """Return them, the oldest first."""
         return list(self._timelines.values())
 
-    def find(self, request_id: str, caller: Caller) -> Timeline | None:
-        """Find by id, or else the last one with that client id, among those that the caller may see.
+    def find(self, request_id: str, may_see: Callable[[Timeline], bool]) -> Timeline | None:
+        """Find by id, or else the last one with that client id, among those that may be seen.
 
         `last` finds the last of all, unless a client chose that id.
         """
         timeline = self._timelines.get(RequestId(request_id))
-        if timeline is not None and caller.can_see(timeline.group):
+        if timeline is not None and may_see(timeline):
             return timeline
-        visible = [one for one in reversed(self._timelines.values()) if caller.can_see(one.group)]
+        visible = [one for one in reversed(self._timelines.values()) if may_see(one)]
         named = (one for one in visible if one.correlation.client_id == request_id)
         return next(named, visible[0] if request_id == LAST and visible else None)
 
