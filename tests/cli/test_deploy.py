@@ -181,6 +181,15 @@ def test_rm_takes_several_names(hearth: Hearth, data_dir: Path) -> None:
     assert local_models.names(data_dir) == []
 
 
+@pytest.mark.usefixtures("tiny")
+def test_rm_refuses_a_model_with_presets_before_it_asks(hearth: Hearth, data_dir: Path) -> None:
+    hearth("cp", "tiny", "one")
+    shown = hearth("rm", "tiny")
+    assert shown.err == hearth("rm", "tiny", "--yes").err
+    assert "has presets, which are nothing without it: one; remove" in shown.err
+    assert "not a terminal" in hearth("rm", "one", "tiny").err
+
+
 @pytest.mark.parametrize("command", [("rm", "absent", "--yes"), ("show", "absent"), ("run", "absent", "hi")])
 def test_an_unknown_name_is_exit_code_3(hearth: Hearth, data_dir: Path, command: tuple[str, ...]) -> None:
     shown = hearth(*command)

@@ -35,6 +35,7 @@ from hearth.cli.endpoint import running
 from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
 from hearth.cli.tab_completion import ModelNames, complete_base
+from hearth.control.deploy.names import has_dependents
 from hearth.control.observe.views import ModelView
 from hearth.core.errors import ConfigError, ModelError, NameTaken, UnknownModel, Unreached, UnsupportedModel
 
@@ -278,9 +279,15 @@ def rm(
 def _confirm_removal(
     client: Client | None, names: Sequence[str], data_dir: Path, *, with_adapters: bool
 ) -> None:
-    for name in names:
+    known = [] if with_adapters else _models(client, data_dir)
+    for at, name in enumerate(names):
         with suppress(UnsupportedModel):  # an adapter that does not fit its base
             find(client, name, data_dir)
+        dependents = [view for view in known if view.base == name and view.name not in names[:at]]
+        if dependents:
+            adapters = [view.name for view in dependents if view.is_adapter]
+            presets = [view.name for view in dependents if not view.is_adapter]
+            raise has_dependents(name, adapters, presets)
     listed = ", ".join(names)
     if not sys.stdin.isatty():
         raise ConfigError(f"cannot ask whether to remove `{listed}`: not a terminal; pass `--yes` to confirm")

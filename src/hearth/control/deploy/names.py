@@ -17,7 +17,7 @@ from itertools import pairwise
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter
 from hearth.control.deploy.preset import DeployedPreset
 from hearth.core.config import ModelConfig
-from hearth.core.errors import ConfigError, RequestError, UnknownModel
+from hearth.core.errors import ConfigError, HasAdapters, RequestError, UnknownModel
 
 #: Parts as hubs have them, `org/name:tag`. What begins with `hf:` would be a source.
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -112,6 +112,14 @@ class Names:
     @cached_property
     def _nearest(self) -> NearestName:
         return NearestName(self._known)
+
+
+def has_dependents(name: str, adapters: Collection[str], presets: Collection[str]) -> HasAdapters:
+    what = " and ".join(["adapters"] * bool(adapters) + ["presets"] * bool(presets))
+    return HasAdapters(
+        f"`{name}` has {what}, which are nothing without it: {listed([*adapters, *presets])}; remove them "
+        "first, or together with it: `hearth rm --with-adapters`, `?with_adapters=true`"
+    )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.deployed import AdapterFacts, Deployed, DeployedAdapter, ModelLocation
-from hearth.control.deploy.names import Names, check_name, listed
+from hearth.control.deploy.names import Names, check_name, has_dependents, listed
 from hearth.control.deploy.preset import DeployedPreset, Preset
 from hearth.core.errors import (
     DataDirError,
@@ -162,12 +162,7 @@ class Registry:
             adapters = {adapter: ModelLocation(*place) for adapter, *place in rows.fetchall()}
             presets = [one.name for one in self.presets() if one.base in (name, *adapters)]
             if (adapters or presets) and not with_adapters:
-                what = " and ".join(["adapters"] * bool(adapters) + ["presets"] * bool(presets))
-                raise HasAdapters(
-                    f"`{name}` has {what}, which are nothing without it: "
-                    f"{listed([*adapters, *presets])}; remove "
-                    "them first, or together with it: `hearth rm --with-adapters`, `?with_adapters=true`"
-                )
+                raise has_dependents(name, adapters, presets)
             for preset in presets:
                 self._execute("delete from presets where name = ?", preset)
             self._execute("delete from models where name = ? or base = ?", name, name)
