@@ -47,6 +47,17 @@ def test_reasoning_is_shown_at_a_terminal_and_is_no_part_of_the_answer(
     assert terminal.file.getvalue() == seen
 
 
+def test_an_answer_that_is_only_thinking_is_told(hearth: Hearth, service: FakeService) -> None:
+    service.reasoning, service.answer = ("Hm. ", "So"), [""]
+
+    shown = hearth("run", "smol", "hi", "--url", service.url)
+
+    assert (shown.code, shown.out) == (0, "\n")
+    assert shown.err.startswith("no answer, only thinking: ")
+    told = json.loads(hearth("run", "smol", "hi", "--json", "--url", service.url).out)
+    assert (told["text"], told["reasoning"]) == ("", "Hm. So")
+
+
 def test_a_prompt_may_be_given_without_quotes(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
     hearth("run", "smol", "--url", service.url, "Why", "is", "--seed", "1", "the", "sky", "blue?")
     (body,) = service.bodies("/v1/chat/completions")

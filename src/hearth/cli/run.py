@@ -149,7 +149,7 @@ def _whole_prompt(prompt: str | None) -> str:
 def _is_piped() -> bool:
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except OSError:  # none, or not one of the system
+    except (AttributeError, OSError):  # none, or not one of the system
         return False
     if stat.S_ISFIFO(mode) and not select.select([sys.stdin], [], [], PIPE_S)[0]:
         err.print(Text("waiting for the end of standard input", style="dim"))
@@ -159,6 +159,7 @@ def _is_piped() -> bool:
 @dataclass(frozen=True, slots=True)
 class _TimedAnswer:
     text: str
+    reasoning: str  #: before the text; only of a service
     token_ids: tuple[int, ...]  #: empty from a service, which sends only text
     num_tokens: int
     finish_reason: str | None
@@ -172,6 +173,8 @@ def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None, fl
         f"{answer.num_tokens} tokens, {answer.num_tokens / answer.total_s:.1f} tokens/s, "
         f"first after {answer.first_token_s:.2f} s"
     )
+    if answer.reasoning and not answer.text:
+        summary = f"no answer, only thinking: {summary}"
     if answer.finish_reason == "length":
         summary = f"cut off at the limit, see `--max-tokens`: {summary}"
     if answer.request_id is not None:
@@ -185,6 +188,7 @@ def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None, fl
 
 def _timed(deltas: Iterator[AnswerDelta], *, quiet: bool) -> _TimedAnswer:
     texts: list[str] = []
+    thoughts: list[str] = []
     token_ids: list[int] = []
     num_tokens, finish_reason, request_id, first_token_s = 0, None, None, 0.0
     started_s = time.perf_counter()
@@ -194,6 +198,7 @@ def _timed(deltas: Iterator[AnswerDelta], *, quiet: bool) -> _TimedAnswer:
         ):  # a stream begins before its first token
             first_token_s = first_token_s or time.perf_counter() - started_s
         texts.append(delta.text)
+        thoughts.append(delta.reasoning)
         token_ids += delta.token_ids
         num_tokens = delta.num_tokens or num_tokens
         finish_reason = delta.finish_reason or finish_reason
@@ -202,5 +207,12 @@ def _timed(deltas: Iterator[AnswerDelta], *, quiet: bool) -> _TimedAnswer:
             typer.echo(delta.text, nl=delta.finish_reason is not None)
     total_s = time.perf_counter() - started_s
     return _TimedAnswer(
-        "".join(texts), tuple(token_ids), num_tokens, finish_reason, first_token_s, total_s, request_id
+        text="".join(texts),
+        reasoning="".join(thoughts),
+        token_ids=tuple(token_ids),
+        num_tokens=num_tokens,
+        finish_reason=finish_reason,
+        first_token_s=first_token_s,
+        total_s=total_s,
+        request_id=request_id,
     )
