@@ -2,11 +2,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hearth.cli.waterfall import MIN_BAR, waterfall
+from hearth.cli.waterfall import MIN_BAR, REASONS, waterfall
 from hearth.control.observe.views import TimelineSpan
 from hearth.core.types import WorkerId
-from hearth.policy.fleet.events import Option
+from hearth.policy.fleet.events import Option, Why
 from tests.cli.fake_service import EXPLANATION
+
+
+def test_every_reason_of_the_scheduler_is_a_sentence() -> None:
+    assert REASONS.keys() == set(Why)
 
 
 def test_bars_lie_on_one_axis_of_time() -> None:

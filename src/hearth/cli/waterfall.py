@@ -17,6 +17,8 @@ REASONS = {
     "turns": "busy models fill the memory, so they take turns",
     "waited": "a slot or memory became free",
     "demand": "loaded once more, because all slots elsewhere were in use",
+    "staged": "workers that load the model run it together meanwhile",
+    "switched": "moved to a worker that has the whole model",
     "dropped": "its replicas gave up layers for KV memory and run it together",
     "restored": "the layers that its replicas had given up for KV memory were loaded again",
 }
