@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -91,6 +92,16 @@ def test_a_chat_is_a_line_of_json_per_token_unless_it_is_wanted_in_one(gateway: 
     whole = chat(gateway, stream=False).json()
     assert whole["message"] == {"role": "assistant", "content": "Hello"}
     assert (whole["done"], whole["done_reason"], whole["eval_count"]) == (True, "stop", 2)
+
+
+def test_a_line_has_the_time_at_which_it_is_sent(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = count()
+    monkeypatch.setattr("hearth.api.ollama.dialect.now_text", lambda: f"at {next(seconds)}")
+    first, *_, last = lines(chat(gateway))
+
+    assert first["created_at"] != last["created_at"]
 
 
 def test_options_become_the_sampling_of_the_one_request(gateway: FakeGateway) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -40,17 +40,17 @@ class OllamaDialect:
     model: str  #: the name that the client sent
     explain: Callable[[str], Explanation | None]  #: by request id
     has_context: bool = False  #: return all tokens so far, as the context of the next prompt
-    created_at: str = field(default_factory=now_text)
 
     stream_type = NDJSON_TYPE
 
     @property
-    def head(self) -> bytes:
-        return encode({"model": self.model, "created_at": self.created_at})[:-1]
+    def before_text(self) -> bytes:
+        """The beginning of a line that is sent now."""
+        return _head(self.model) + self.format.before_text
 
     @property
     def waiting(self) -> bytes:
-        return b'%b%b""%b,"done":false}\n' % (self.head, self.format.before_text, self.format.after_text)
+        return b'%b""%b,"done":false}\n' % (self.before_text, self.format.after_text)
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
         (choice,) = choices
@@ -60,9 +60,9 @@ class OllamaDialect:
                 [call_object(index, call) for index, call in enumerate(choice.calls)]
             )
         ending = self.ending(choice.stream, choice.finish_reason, usage, choice.deltas)
-        before, after = self.format.before_text, self.format.after_text
+        before, after = self.before_text, self.format.after_text
         thought = b',"thinking":' + encode(choice.reasoning) if choice.reasoning else b""
-        return msgspec.Raw(b"".join((self.head, before, encode(choice.text), thought, calls, after, ending)))
+        return msgspec.Raw(b"".join((before, encode(choice.text), thought, calls, after, ending)))
 
     def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
         (stream,) = streams
@@ -88,8 +88,7 @@ class OllamaEvents:
         self._reader = ChoiceReader(spec, stream)
         self._is_split = spec.is_split
         self._num_calls = 0
-        self._head = dialect.head
-        self._before = self._head + dialect.format.before_text
+        self._before = b""  #: a text, in the lines that are being written
         self._after = dialect.format.after_text + b',"done":false}\n'
         self._has_context = dialect.has_context
         self._deltas: list[TokenDelta] = []  #: the whole answer, if `has_context`
@@ -99,7 +98,7 @@ class OllamaEvents:
         return b""
 
     def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
-        self._reason = deltas[-1].finish_reason
+        self._reason, self._before = deltas[-1].finish_reason, self._dialect.before_text
         if self._has_context:
             self._deltas += deltas
         if self._is_split:
@@ -115,7 +114,7 @@ class OllamaEvents:
     def last(self, usage: TokenUsage) -> bytes:
         assert self._reason is not None, "the answer has ended"
         ending = self._dialect.ending(self._stream, self._reason, usage, self._deltas)
-        return b'%b""%b%b\n' % (self._before, self._dialect.format.after_text, ending)
+        return b'%b""%b%b\n' % (self._dialect.before_text, self._dialect.format.after_text, ending)
 
     def failed(self, error: HearthError) -> bytes:
         return spell(fault_of(error), "/api") + b"\n"
@@ -144,10 +143,13 @@ class LoadDialect:
         raise AssertionError("loads are not streamed")
 
 
+def _head(model: str) -> bytes:
+    return encode({"model": model, "created_at": now_text()})[:-1]
+
+
 def nothing_done(format: OllamaFormat, model: str, reason: str) -> msgspec.Raw:
-    head = encode({"model": model, "created_at": now_text()})[:-1]
     ending = b',"done":true,"done_reason":%b}' % encode(reason)
-    return msgspec.Raw(b'%b%b""%b%b' % (head, format.before_text, format.after_text, ending))
+    return msgspec.Raw(b'%b%b""%b%b' % (_head(model), format.before_text, format.after_text, ending))
 
 
 def call_object(index: int, call: ToolCall) -> dict[str, object]:
