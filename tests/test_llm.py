@@ -400,6 +400,18 @@ def test_without_a_seed_answers_differ(llm: LLM) -> None:
     assert len({tuple(answer.token_ids) for answer in answers}) > 1
 
 
+def test_the_seed_of_a_model_repeats_its_answers_in_order(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "model")
+    params = SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True)
+    told = []
+    for seed in (0, 0, 1):
+        with LLM(directory, device="cpu", engine=CONFIG, seed=seed) as llm:
+            told.append([tuple(one.token_ids) for one in completions(llm, ["warm"] * 3, params)])
+
+    assert told[0] == told[1] != told[2]
+    assert len(set(told[0])) > 1
+
+
 def test_the_deltas_of_a_stream_are_what_generate_returns(llm: LLM) -> None:
     params = SamplingParams(temperature=1.5, seed=5, max_tokens=40, ignore_eos=True, logprobs=2)
     (completion,) = completions(llm, "warm", params)

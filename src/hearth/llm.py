@@ -15,10 +15,11 @@ import weakref
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from queue import Empty
+from random import Random
 from types import TracebackType
 from typing import Literal, Self
 
@@ -97,6 +98,7 @@ class LLM:
         engine: EngineConfig | None = None,
         store: StoreConfig | Tiers | None = None,
         skip_tokenizer_init: bool = False,
+        seed: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         **vllm_options: object,
     ) -> None:
@@ -105,11 +107,11 @@ class LLM:
         A path or URL is that of a converted model, a Hugging Face directory or a GGUF file. A converted model
         is loaded in the background: requests wait for the load, and fail if it fails. `revision` is of a
         model on the Hub. `max_model_len` defaults to the model's own context. With `skip_tokenizer_init`,
-        prompts are token ids, answers have no text and generation does not stop at an end token. Tiers passed
-        as `store` stay open. `adapters` maps names to LoRA adapters: directories of PEFT or converted ones.
-        A LoRARequest with a path adds one later. They stay on the device as long as the model. `vllm_options`
-        such as `gpu_memory_utilization` change `engine`, or are refused with what to do instead
-        (`vllm_options.py`).
+        prompts are token ids, answers have no text and generation does not stop at an end token. With `seed`,
+        requests without a seed of their own get one by their order. Tiers passed as `store` stay open.
+        `adapters` maps names to LoRA adapters: directories of PEFT or converted ones. A LoRARequest with a
+        path adds one later. They stay on the device as long as the model. `vllm_options` such as
+        `gpu_memory_utilization` change `engine`, or are refused with what to do instead (`vllm_options.py`).
         """
         config = engine_config(engine or EngineConfig(), vllm_options)
         options = ModelOptions(device, dtype, max_model_len, skip_tokenizer_init, config)
@@ -124,7 +126,7 @@ class LLM:
                 read.clear()  # they are on the device
                 return engine
 
-            self._open(build, opened.tokenizer, opened, adapter_ids)
+            self._open(build, opened.tokenizer, opened, adapter_ids, seed)
         except BaseException:
             opened.close()
             raise
@@ -142,6 +144,7 @@ class LLM:
         tokenizer: Tokenizer | None,
         opened: OpenedModel | None,
         adapters: Mapping[str, AdapterId],
+        seed: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._opened = opened
@@ -149,6 +152,7 @@ class LLM:
         #: Held while an adapter is added: two requests that name it first would add it twice.
         self._adding = threading.Lock()
         self._numbers = count()
+        self._seeds = None if seed is None else Random(seed)
         self._open_loop: StepLoop | None = StepLoop(build)
         # The step thread references the engine, so a dropped LLM would keep its memory without this.
         self._finalizer = weakref.finalize(self, _close_apart, self._open_loop, opened)
@@ -328,6 +332,8 @@ class LLM:
             assert text is not None, "a prompt has a text or token ids"
             token_ids = self.get_tokenizer().encode(text)
         adapter_id, guide = self._adapter_id(adapter), guide_of(params)
+        if self._seeds is not None and params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(63))
         answers = []
         for at, one in enumerate(sampling_of_answers(params), read_at):
             request = self.engine.request(

@@ -30,7 +30,6 @@ REFUSED: Mapping[str, tuple[object, str]] = {
     "load_format": ("auto", "it is found in the model's files"),
     "pipeline_parallel_size": (1, _STAGES),
     "quantization": (None, "convert the model with `hearth convert --quant`, or deploy it so"),
-    "seed": (None, "set `seed` in SamplingParams"),
     "tensor_parallel_size": (1, _STAGES),
     "speculative_config": (None, "there is no speculative decoding"),
     "tokenizer": (None, "put the tokenizer's files into the model's directory"),
