@@ -145,6 +145,19 @@ def test_a_session_ends_when_it_is_ended_or_its_key_is_removed(
     assert status({"cookie": "hearth_session=guessed"}) == status({"cookie": "a=;;=\x7f,"}) == 401
 
 
+def test_a_key_with_many_sessions_ends_only_its_own(
+    gateway: FakeGateway, keyed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hearth.api.sessions.MAX_SESSIONS", 5)
+    monkeypatch.setattr("hearth.api.sessions.MAX_SESSIONS_PER_KEY", 3)
+    admin, *users = session(gateway, keyed["admin"]), *(session(gateway, keyed["user"]) for _ in range(6))
+    statuses = [
+        request(gateway, "GET", "/hearth/session", headers=one).status_code for one in [admin, *users]
+    ]
+
+    assert statuses == [200, 401, 401, 401, 200, 200, 200]
+
+
 def test_the_operator_has_a_session_too_and_a_service_without_keys_none(
     gateway: FakeGateway, keyed: dict[str, str]
 ) -> None:

@@ -20,6 +20,8 @@ from starlette.datastructures import Headers
 from hearth.control.requests.caller import OPERATOR, Caller, KeyId
 
 MAX_SESSIONS = 1000
+#: Of a key, so that none can end the sessions of others by beginning many.
+MAX_SESSIONS_PER_KEY = 100
 SESSION_S = 12 * 3600.0
 
 
@@ -41,6 +43,9 @@ class Sessions:
         """Return the header that sets the cookie of a new session."""
         assert caller is OPERATOR or caller.key_id is not None, f"without a key: {caller.name}"
         token = secrets.token_urlsafe(32)
+        same_key = [known for known, one in self._sessions.items() if one.key_id == caller.key_id]
+        if len(same_key) >= MAX_SESSIONS_PER_KEY:
+            del self._sessions[same_key[0]]
         self._sessions[_hash(token)] = _BrowserSession(caller.key_id, time.monotonic() + SESSION_S)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
