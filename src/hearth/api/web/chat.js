@@ -115,9 +115,18 @@ function Turn({ turn }) {
     </div>`;
 }
 
+// Ids of requests by those that this page gave them: there may be thousands to look through.
+const found = new Map();
+
+function rowOf(id) {
+  const row = found.has(id) ? live.requests.get(found.get(id)) : [...live.requests.values()].findLast((one) => one.client_request_id === id);
+  if (row) found.set(id, row.request_id);
+  return row;
+}
+
 // The waterfall of a turn's request: open until the first token, then folded.
 function Journey({ turn }) {
-  const row = [...live.requests.values()].findLast((one) => one.client_request_id === turn.id);
+  const row = rowOf(turn.id);
   const [explained] = useExplanation(row?.request_id, row);
   if (!explained) return null;
   const isWaiting = explained.first_token_s === null && !turn.isOver;

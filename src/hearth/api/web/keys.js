@@ -73,9 +73,9 @@ function Add({ onClose, onMade }) {
         <${Field} label="Role" hint="A user sends requests, a monitor also sees the whole service, an admin also changes it."><select value=${key.role} onChange=${set("role")}>${["user", "monitor", "admin"].map((one) => html`<option key=${one} value=${one}>${one}</option>`)}</select><//>
         <${Field} label="Group" hint="Keys of one group share cached prompts and see each other's requests."><input value=${key.group} onInput=${set("group")} /><//>
         <div class="numbers">
-          <${Field} label="Requests a minute"><input inputmode="numeric" placeholder="no limit" value=${key.requests_per_min} onInput=${set("requests_per_min")} /><//>
-          <${Field} label="Tokens a minute"><input inputmode="numeric" placeholder="no limit" value=${key.tokens_per_min} onInput=${set("tokens_per_min")} /><//>
-          <${Field} label="Requests at once"><input inputmode="numeric" placeholder="no limit" value=${key.concurrent} onInput=${set("concurrent")} /><//>
+          <${Field} label="Requests a minute"><input inputmode="numeric" pattern="[0-9]+" title="a whole number" placeholder="no limit" value=${key.requests_per_min} onInput=${set("requests_per_min")} /><//>
+          <${Field} label="Tokens a minute"><input inputmode="numeric" pattern="[0-9]+" title="a whole number" placeholder="no limit" value=${key.tokens_per_min} onInput=${set("tokens_per_min")} /><//>
+          <${Field} label="Requests at once"><input inputmode="numeric" pattern="[0-9]+" title="a whole number" placeholder="no limit" value=${key.concurrent} onInput=${set("concurrent")} /><//>
         </div>
         <footer><button type="button" onClick=${onClose}>Cancel</button><button class="primary" disabled=${!key.name.trim()}>Make</button></footer>
       </form>
