@@ -545,9 +545,8 @@ class _ReceivedAnswer:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None  #: that ended it
     reading: PromptReading | None = None
-    named_prompt: list[dict[int, Logprob] | None] | None = (
-        None  #: its logprobs; None: not asked for, or not yet
-    )
+    #: Logprobs of the prompt; None: not asked for, or not yet.
+    named_prompt: list[dict[int, Logprob] | None] | None = None
 
     def open_transcript(self) -> Transcript | None:
         """Return the transcript. Opening it reads the end of the prompt, which the text continues."""

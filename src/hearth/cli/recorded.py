@@ -75,7 +75,10 @@ def read_traffic(data_dir: Path) -> RecordedTraffic:
             num_workers = max(num_workers, len(budgets))
             memory_bytes = min([memory_bytes, *budgets.values()])
     if not finished:
-        raise ConfigError(f"no finished request is recorded in `{path}`")
+        raise ConfigError(
+            f"no finished request is recorded in `{path}`; a service records them there while "
+            "`service.journal_bytes` is above 0"
+        )
     trace = Trace.of("recorded traffic", finished)
     trace = trace.window(trace.requests[0].arrival_s)
     asked = {ModelId(name): models[ModelId(name)] for name in trace.tenants}

@@ -265,7 +265,10 @@ def simulate(
         prewarming=Prewarming() if prewarm else None,
     )
     if not workload.requests:
-        raise ConfigError(f"there are no requests in the window from {begin_s:g} s for {window_s:g} s")
+        raise ConfigError(
+            f"there are no requests in the window from {begin_s:g} s for {window_s:g} s; change `--begin` or "
+            "`--length`"
+        )
     if num_idle := len(shapes) - len(workload.tenants):
         err.print(f"{num_idle} of {len(shapes)} models get no requests: the window has too few tenants")
     if is_find:

@@ -80,9 +80,7 @@ DeployEvent = DeployProgress | DeployDone
 @dataclass(frozen=True, slots=True)
 class Registered:
     replaced: ModelLocation | None  #: the files of what had its name before
-    warning: (
-        str | None
-    )  #: adapters that were trained on other weights than their base has now; what is refused
+    warning: str | None  #: adapters that were trained on other weights than their base has; what is refused
 
 
 @dataclass(frozen=True, slots=True)

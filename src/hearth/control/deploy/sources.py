@@ -48,11 +48,8 @@ class HubSource:
 
     @property
     def text(self) -> str:
-        file, revision = (
-            (f":{self.file}" if self.file else ""),
-            (f"@{self.revision}" if self.revision else ""),
-        )
-        return f"hf:{self.repo_id}{file}{revision}"
+        file = f":{self.file}" if self.file else ""
+        return f"hf:{self.repo_id}{file}" + (f"@{self.revision}" if self.revision else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +203,7 @@ def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: boo
 def hub_path(source: HubSource) -> Path:
     """Return a model's directory, or its GGUF file, in the cache that Hugging Face's libraries share.
 
-    What is missing is downloaded.
-
-    Without a network, what is cached is returned.
+    What is missing is downloaded. Without a network, what is cached is returned.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError

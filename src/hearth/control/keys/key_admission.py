@@ -55,7 +55,7 @@ class KeyAdmissions:
             self.usage.count(caller, prompt_tokens, output_tokens)
 
     def _refused(self, caller: Caller, refusal: LimitRefusal) -> RateLimited:
-        self._metrics.key_refusals.labels(self.usage.label(caller), refusal.kind).inc()
+        self._metrics.key_refusals.labels(self._metrics.key_label(caller.name), refusal.kind).inc()
         name, limit, used, wanted = caller.name, refusal.limit, refusal.used, refusal.wanted
         match refusal.kind:
             case LimitKind.CONCURRENT:

@@ -117,15 +117,12 @@ class KeyUsage:
         use.prompt_tokens += prompt_tokens
         use.output_tokens += output_tokens
         use.last_used_at_s = time.time()
-        label = self.label(caller)
+        label = self._metrics.key_label(caller.name)
         self._metrics.key_requests.labels(label).inc()
         self._metrics.key_prompt_tokens.labels(label).inc(prompt_tokens)
         self._metrics.key_output_tokens.labels(label).inc(output_tokens)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(WRITE_S, self._write_soon)
-
-    def label(self, caller: Caller) -> str:
-        return self._metrics.key_label(caller.name)
 
     @property
     def note(self) -> str | None:

@@ -42,6 +42,8 @@ LOOK_S = 1.0
 #: How long it is looked after the last event: reports of workers follow it.
 SETTLE_S = 2.0
 MAX_SUBSCRIBERS = 64
+#: After which a dashboard beyond the limit may try again.
+RETRY_S = 10.0
 #: Messages that a subscriber may be behind.
 MAX_BEHIND = 32
 MAX_DECISIONS = 500
@@ -151,9 +153,7 @@ class LiveFeed:
     async def subscribe(self, caller: Caller) -> AsyncGenerator[bytes, None]:
         """Yield messages until the subscriber is dropped. Raises Overloaded."""
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
-            raise Overloaded(
-                f"{MAX_SUBSCRIBERS} dashboards are open, the limit; close one of them", PAUSE_S * 40
-            )
+            raise Overloaded(f"{MAX_SUBSCRIBERS} dashboards are open, the limit; close one of them", RETRY_S)
         one = _Subscriber(caller)
         if not self._subscribers:
             self._running = {found.request_id: None for found in self._timelines.all() if _runs(found)}
