@@ -73,14 +73,11 @@ def summarise(timeline: Timeline) -> RequestView:
         is_ended=timeline.ended_s is not None,
         arrived_at_s=timeline.arrived_at_s,
         num_prompt_tokens=timeline.num_prompt_tokens,
-        num_cached_tokens=timeline.num_cached_tokens,
         num_output_tokens=timeline.num_output_tokens,
         queue_s=timeline.queue_s,
         tier=None if loaded is None else slowest_tier(use.rung for use in loaded.rungs),
         first_token_s=_since(timeline.arrived_s, timeline.first_token_s),
         total_s=_since(timeline.arrived_s, timeline.ended_s),
-        why=timeline.why,
-        error=timeline.error,
     )
 
 

@@ -280,14 +280,11 @@ class RequestView:
     is_ended: bool
     arrived_at_s: float
     num_prompt_tokens: int
-    num_cached_tokens: int
     num_output_tokens: int
     queue_s: float | None  #: None: it is not over
     tier: str | None  #: the slowest that its load read; None: it did not wait for a load
     first_token_s: float | None
     total_s: float | None
-    why: str | None
-    error: str | None
 
 
 @dataclass(frozen=True, slots=True)
