@@ -167,6 +167,11 @@ def test_a_missing_modelfile_is_told_how_to_be_named(hearth: Hearth, data_dir: P
     shown = hearth("create", "pirate", "-f", str(data_dir / "nowhere"))
     assert (shown.code, shown.err.count("\n")) == (2, 1)
     assert "No such file or directory; name it with `-f FILE`" in shown.err
+    data_dir.mkdir(exist_ok=True)
+    (data_dir / "weights.gguf").write_bytes(b"GGUF\xff\xff")
+    shown = hearth("create", "pirate", "-f", str(data_dir / "weights.gguf"))
+    assert (shown.code, shown.err.count("\n")) == (2, 1)
+    assert "it is not UTF-8 text" in shown.err
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
@@ -19,6 +19,7 @@ from hearth.control.keys.key_usage import KeyView, view_of
 from hearth.control.keys.keys import KeyInfo
 from hearth.control.requests.caller import ANYBODY, KeyTerms, Role, ServiceClass
 from hearth.core.errors import Forbidden, RequestError
+from hearth.policy.limits.key_limiter import KeyLimits
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
@@ -33,19 +34,13 @@ class KeyTermsBody(OwnBody):
 
     def altered(self, terms: KeyTerms) -> KeyTerms:
         """Return `terms` with the fields that the body has."""
-        given = self.model_fields_set
-        limits = terms.limits
-        if "requests_per_min" in given:
-            limits = replace(limits, requests_per_min=self.requests_per_min)
-        if "tokens_per_min" in given:
-            limits = replace(limits, tokens_per_min=self.tokens_per_min)
-        if "concurrent" in given:
-            limits = replace(limits, concurrent=self.concurrent)
+        given = self.model_dump(exclude_unset=True)
+        limits = {one.name: given[one.name] for one in fields(KeyLimits) if one.name in given}
         if "models" in given:
             models = None if self.models is None else tuple(dict.fromkeys(self.models))
             terms = replace(terms, models=models)
-        service_class = self.service_class if "service_class" in given else terms.service_class
-        return replace(terms, limits=limits, service_class=service_class)
+        service_class = given.get("service_class", terms.service_class)
+        return replace(terms, limits=replace(terms.limits, **limits), service_class=service_class)
 
 
 class KeyBody(KeyTermsBody):

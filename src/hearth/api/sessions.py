@@ -57,7 +57,7 @@ class Sessions:
         return _cookie(headers, "", 0)
 
     def caller(self, headers: Headers) -> Caller | None:
-        """Return whose session a request belongs to; None: nobody's. Raises ConfigError."""
+        """Return who began the session of a request; None: it has none that lasts. Raises ConfigError."""
         session = self._sessions.get(_hash(_token(headers)))
         if session is None or session.ends_s < time.monotonic():
             return None

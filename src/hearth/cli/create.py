@@ -55,10 +55,9 @@ def create(
     """
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read a Modelfile at `{file}`: {error.strerror}; name it with `-f FILE`"
-        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read a Modelfile at `{file}`: {reason}; name it with `-f FILE`") from error
     modelfile = parse_modelfile(text)
     preset = _preset_of(modelfile)
     client = running(context, url, api_key, data_dir)

@@ -165,7 +165,7 @@ def find(client: Client | None, name: str, data_dir: Path) -> ModelView:
 def deployed(client: Client | None, text: str, data_dir: Path, *, asks: bool) -> ModelView:
     """Return a model by its name or source; one that is not deployed is now, or after a question.
 
-    Raises UnknownModel: there is no such model, or nobody to ask.
+    Raises UnknownModel: there is no such model, or no terminal to ask at.
     """
     from hearth.control.deploy.deploy import DeployOrder  # as above
     from hearth.control.deploy.sources import HubSource, parse_source

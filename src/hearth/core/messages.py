@@ -185,7 +185,7 @@ class HostModel(Struct, frozen=True, tag=True):
     slot: int | None = None  #: of its addresses on the device; None: all are other models'
     pipeline: Pipeline | None = None  #: that runs the model; None: this worker alone
     member: int = 0  #: this worker's number in the pipeline
-    is_ahead: bool = False  #: it is loaded though nobody asks for it yet
+    is_ahead: bool = False  #: it is loaded for a forecast, before any request
 
     @property
     def layers(self) -> range | None:

@@ -25,7 +25,7 @@ export function Keys() {
     <div class="page">
       <div class="toolbar"><span class="muted">Counts are since a key was made.</span>
         ${live.session.has_keys && html`<button class="primary end" onClick=${() => setAsks("add")}>Make a key</button>`}</div>
-      ${keys.length === 0 && html`<${Empty}>There are no keys, so whoever reaches this address may do everything. Make the first with <code>hearth keys add NAME --admin</code>.<//>`}
+      ${keys.length === 0 && html`<${Empty}>There are no keys, so every user of this machine may do everything. Make the first with <code>hearth keys add NAME --admin</code>.<//>`}
       ${keys.length > 0 && html`
         <div class="scroll card"><table>
           <thead><tr><th>name</th><th>role</th><th>group</th><th class="figure">requests</th><th class="figure">prompt tokens</th><th class="figure">output tokens</th><th>limits</th><th>last used</th><th></th></tr></thead>

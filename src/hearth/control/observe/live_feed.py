@@ -1,12 +1,12 @@
 """Server-sent events of what happens in the service, for dashboards. Changes nothing.
 
-The feed is a sink beside the observer: it hears each event of the brain with its actions. While somebody
-listens, what has changed is encoded once for all who may see the same, at most four times a second; else it
-only remembers the last decisions. A subscriber that does not read as fast is dropped, and may connect again.
+The feed is a sink beside the observer: it is told each event of the brain with its actions. While there are
+subscribers, what has changed is encoded once for all that may see the same, at most four times a second; else
+it only keeps the last decisions. A subscriber that does not read as fast is dropped, and may connect again.
 
 The events: `hello` first; `state` with workers, models, nodes and notes; `requests` that have changed;
 `decisions`, the brain's events with their actions as the journal has them; `sample`, whenever the history has
-a new one. Whoever may see only the requests of a group gets only these.
+a new one. Keys below the role `monitor` get `hello` and the `requests` that they may see.
 """
 
 from __future__ import annotations
