@@ -162,7 +162,7 @@ def _web_file(path: str, one: Traversable) -> _WebFile:
 def _file_response(path: str, request: Request) -> Response:
     found = _web_files().get(path)
     if found is None:
-        raise HTTPException(404, f"no file of the dashboard has the path {path!r:.80}")
+        raise HTTPException(404)
     headers = found.headers | ({"vary": "accept"} if path == "index.html" else {})
     if request.headers.get("if-none-match") == headers["etag"]:
         return Response(status_code=304, headers=headers)

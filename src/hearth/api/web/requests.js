@@ -6,11 +6,13 @@ import { call, useLive } from "/web/live.js";
 import { Drawer, Empty, List, Pill, Swatch, isPhone } from "/web/parts.js";
 import { Explanation } from "/web/waterfall.js";
 
+const isFailed = (row) => row.is_ended && !["stop", "length", "cancelled"].includes(row.phase);
+
 const KINDS = {
   all: () => true,
   running: (row) => !row.is_ended,
   "cold starts": (row) => row.tier !== null && row.tier !== "device",
-  failed: (row) => row.is_ended && !["stop", "length", "cancelled"].includes(row.phase),
+  failed: isFailed,
 };
 
 export function Requests({ detail, go }) {
@@ -39,7 +41,7 @@ export function Requests({ detail, go }) {
             draw=${(row) => html`<div class="request">
               <time>${clock(row.arrived_at_s)}</time>
               <span class="name"><${Swatch} model=${row.model} />${row.model}</span>
-              <span><${Pill} state=${row.is_ended && !["stop", "length", "cancelled"].includes(row.phase) ? "failed" : row.phase}>${words(row.phase)}<//></span>
+              <span><${Pill} state=${isFailed(row) ? "failed" : row.phase}>${words(row.phase)}<//></span>
               <span class="muted">${row.worker ?? ""}</span>
               <span class="figure">${seconds(row.queue_s)}</span>
               <span class="figure">${seconds(row.first_token_s)}</span>
