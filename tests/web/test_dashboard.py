@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from hearth.control.keys import keys
 from tests.service.harness import Service, eventually
@@ -44,6 +44,13 @@ def test_a_load_a_request_and_an_unload_are_seen_as_they_happen(page: Page, serv
         expect(page.locator(".memory .part.is-weights[title^='alpha: Weights, active']")).to_be_visible()
         service.unload("alpha", free=True)
         expect(page.locator(".resident")).to_have_count(0)
+
+
+def test_why_the_service_refuses_a_page_is_told(browser: Browser, service: Service) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(service.url.replace("127.0.0.1", "other.localhost"))
+        expect(page.get_by_text("without API keys, requests must be sent to localhost")).to_be_visible()
 
 
 def test_requests_come_into_the_list_and_open_their_waterfall_by_keyboard(

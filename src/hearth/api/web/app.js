@@ -45,7 +45,7 @@ function usePlace() {
 }
 
 function App() {
-  const { session, needsKey, isConnected, health, state } = useLive();
+  const { session, needsKey, trouble, isConnected, health, state } = useLive();
   const [name, detail] = usePlace();
   const pages = PAGES.filter((page) => page.isFor());
   const page = pages.find((one) => one.name === name) ?? pages[0];
@@ -68,7 +68,7 @@ function App() {
     document.querySelector("nav a[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }); // on a phone
   }, [page, session]);
   if (needsKey) return html`<${Login} />`;
-  if (!session) return html`<p class="empty">Connecting …</p>`;
+  if (!session) return html`<p class="empty">${trouble ?? "Connecting …"}</p>`;
   return html`
     <nav aria-label="Pages">
       <a class="brand" href="#machine"><img src="/web/icon.svg" alt="" width="24" height="24" />Hearth</a>

@@ -11,6 +11,7 @@ export const live = {
   session: null, // null: not known yet
   needsKey: false,
   isConnected: false,
+  trouble: null, // why there is no session
   health: null,
   state: null, // of workers and models; null: not told, or not to this key
   requests: new Map(),
@@ -116,6 +117,7 @@ export async function begin() {
     live.needsKey = false;
     listen();
   } catch (error) {
+    live.trouble = error.message;
     if (error.status !== 401) setTimeout(begin, 2000);
     else if (live.session) location.reload(); // the next key may see other things
     else live.needsKey = true;
