@@ -213,7 +213,7 @@ def simulate(
 
       hearth simulate arena.csv --models "7b*27" --find
 
-      hearth simulate rates.csv --models "7b*40" --workers 8 --begin 1123200 --length 3600 --prewarm --compare
+      hearth simulate rates.csv --models "7b*40" --length 3600 --prewarm --compare
 
       hearth simulate --journal ~/.hearth --workers 1
     """
