@@ -39,6 +39,7 @@ export function useLive() {
   useEffect(() => {
     const listener = () => redraw((count) => count + 1);
     listeners.add(listener);
+    listener(); // what came before this effect was drawn for no listener
     return () => listeners.delete(listener);
   }, []);
   return live;
