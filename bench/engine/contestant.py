@@ -1,6 +1,6 @@
 """A system that answers prompts on this CPU in a process of its own, asked through a pipe.
 
-python -m bench.engine.contestant hearth|transformers DIRECTORY NUM_THREADS
+python -m bench.engine.contestant hearth|transformers MODEL NUM_THREADS
 
 The process loads the model, says so, and then answers each line of its input. It imports nothing but its
 system, so that it runs as a user's process would. Judges no answers.
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,6 +51,9 @@ class Contestant:
         print(json.dumps(asdict(Job(prompts, num_new_tokens))), file=self._process.stdin, flush=True)
         return Answered(**json.loads(self._read()))
 
+    def memory_bytes(self) -> int:
+        return psutil.Process(self._process.pid).memory_info().rss
+
     def _read(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -58,9 +63,9 @@ class Contestant:
 
 
 @contextmanager
-def started(system: str, directory: Path, num_threads: int) -> Iterator[Contestant]:
+def started(system: str, model: Path, num_threads: int) -> Iterator[Contestant]:
     """Start a system and wait until it is loaded; its process ends with the context."""
-    command = [sys.executable, "-m", "bench.engine.contestant", system, str(directory), str(num_threads)]
+    command = [sys.executable, "-m", "bench.engine.contestant", system, str(model), str(num_threads)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -71,10 +76,10 @@ def started(system: str, directory: Path, num_threads: int) -> Iterator[Contesta
             process.stdin.close()
 
 
-def hearth(directory: Path, num_threads: int) -> Generate:
+def hearth(path: Path, num_threads: int) -> Generate:
     from hearth import LLM, SamplingParams  # before torch, which reads how threads wait as it is loaded
 
-    llm = LLM(directory, device="cpu", dtype="float32")
+    llm = LLM(path, device="cpu", dtype="float32")
     _use_threads(num_threads)
 
     def generate(prompts: Tokens, num_new_tokens: int) -> Tokens:

@@ -1,12 +1,13 @@
-"""How fast does SmolLM2-135M in float32 answer on this CPU, alone and beside a busy process?
+"""How fast does SmolLM2-135M answer on this CPU, in float32 and in Q4_1, alone and beside a busy process?
 
 python -m bench.engine.cpu [--save]
 
-Hearth and transformers take turns. Each has a process of its own (`contestant.py`), so that neither one's
-threads disturb the other's, with the environment that its users have: only Hearth's threads sleep while they
-wait. Both get the same token ids and answer greedily with as many tokens as they are told. No prompt is used
-twice, so Hearth's prefix cache finds nothing. Prefill is the time to one token, decode what the others take.
-The busy process is a loop without end in Python, which may run on any core.
+Hearth, transformers, and Hearth with the weights as the GGUF file has them take turns. Each has a process of
+its own (`contestant.py`), so that no one's threads disturb another's, with the environment that its users
+have: only Hearth's threads sleep while they wait. All get the same token ids and answer greedily with as many
+tokens as they are told. No prompt is used twice, so Hearth's prefix cache finds nothing. Prefill is the time
+to one token, decode what the others take. The busy process is a loop without end in Python, which may run on
+any core.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from bench.engine.contestant import Contestant, Tokens, started
+from bench.engine.perplexity import smollm2_gguf
 from bench.report import HERE, Row, arguments, emit
 
 BATCHES = (1, 16)
@@ -34,6 +36,7 @@ NEW_TOKENS = 64
 REPEATS = 5
 NUM_THREADS = 2
 AIM = 1.3
+PACKED, FLOAT32 = "Q4_1", "Hearth, float32"
 #: Where transformers' two best logits are closer than this, either is right.
 TIE = 1e-4
 
@@ -63,15 +66,17 @@ def main() -> None:
     prompts = windows(text.input_ids)
     with (
         started("hearth", directory, NUM_THREADS) as ours,
+        started("hearth", smollm2_gguf(), NUM_THREADS) as packed,
         started("transformers", directory, NUM_THREADS) as peer,
     ):
-        systems = {"hearth": ours, "transformers": peer}
+        systems = {"hearth": ours, "transformers": peer, PACKED: packed}
         alone = {size: take_turns(systems, prompts, size) for size in BATCHES}
+        memory_bytes = {name: one.memory_bytes() for name, one in systems.items()}
         with busy_process():
             beside = {size: take_turns(systems, prompts, size) for size in BATCHES}
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     setting = {
-        "model": "SmolLM2-135M-Instruct, float32",
+        "model": "SmolLM2-135M-Instruct",
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
         "num_threads": NUM_THREADS,
@@ -80,7 +85,7 @@ def main() -> None:
     }
     result = {
         "setting": setting,
-        "rows": [asdict(row) for row in rows(alone, beside)],
+        "rows": [asdict(row) for row in rows(alone, beside, memory_bytes)],
         **{f"batch_{size}": summary(model, runs) for size, runs in alone.items()},
         **{f"batch_{size}_beside_a_busy_process": summary(model, runs) for size, runs in beside.items()},
     }
@@ -177,10 +182,14 @@ def tokens_per_s(runs: Sequence[Run]) -> float:
     return median(run.tokens_per_s for run in runs)
 
 
+def decode_tokens_per_s(runs: Sequence[Run]) -> float:
+    return median(run.decode_tokens_per_s for run in runs)
+
+
 Runs = Mapping[int, Mapping[str, Sequence[Run]]]  #: by batch size, then by system
 
 
-def rows(alone: Runs, beside: Runs) -> Iterator[Row]:
+def rows(alone: Runs, beside: Runs, memory_bytes: Mapping[str, int]) -> Iterator[Row]:
     """Yield the lines of the table in the documents."""
     peer = f"transformers {version('transformers')}"
     for size in BATCHES:
@@ -200,6 +209,22 @@ def rows(alone: Runs, beside: Runs) -> Iterator[Row]:
             peers={peer: kept["transformers"]},
             is_comparable=False,  # the table would take the smaller one for the better one
         )
+    for size, runs in alone.items():
+        for measure, speed in (("whole", tokens_per_s), ("decode", decode_tokens_per_s)):
+            yield Row(
+                f"batch {size}, weights in Q4_1: {measure}",
+                "tokens/s",
+                speed(runs[PACKED]),
+                aim="at least that of float32",
+                peers={FLOAT32: speed(runs["hearth"])},
+            )
+    mebibytes = {name: count / 2**20 for name, count in memory_bytes.items()}
+    yield Row(
+        "memory of the process, weights in Q4_1",
+        "MiB",
+        mebibytes[PACKED],
+        peers={FLOAT32: mebibytes["hearth"]},
+    )
 
 
 def _table(runs: Sequence[Run]) -> dict[str, object]:
@@ -207,7 +232,7 @@ def _table(runs: Sequence[Run]) -> dict[str, object]:
         "tokens_per_s": round(tokens_per_s(runs), 2),
         "tokens_per_s_of_each_run": [round(run.tokens_per_s, 2) for run in runs],
         "prefill_s": round(median(run.prefill_s for run in runs), 4),
-        "decode_tokens_per_s": round(median(run.decode_tokens_per_s for run in runs), 2),
+        "decode_tokens_per_s": round(decode_tokens_per_s(runs), 2),
     }
 
 
