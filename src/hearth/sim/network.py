@@ -163,15 +163,22 @@ class SimulatedNetwork:
         idle = [
             other
             for other, copies in self._copies.items()
-            if other != model and node in copies and copies[node].fetched.arrived_s <= now_s
+            if other != model
+            and (copy := copies.get(node)) is not None
+            and copy.until_s == math.inf
+            and copy.fetched.arrived_s <= now_s
         ]
         # The last one of several that are equally likely to be wanted: machines begin with the busiest.
         idle.sort(key=lambda other: self.demand.probability(other, now_s, HORIZON_S), reverse=True)
-        own_bytes = self.host_bytes_of(model, node, now_s)
-        while self._host_bytes(node) - own_bytes + num_bytes > self._transfers.host_bytes:
+        own_bytes, leaving = self.host_bytes_of(model, node, now_s), list[ModelId]()
+        lack_bytes = self._host_bytes(node) - own_bytes + num_bytes - self._transfers.host_bytes
+        while lack_bytes > 0:
             if not idle:
                 return False
-            del self._copies[other := idle.pop()][node]
+            leaving.append(idle.pop())
+            lack_bytes -= self._copies[leaving[-1]][node].num_bytes
+        for other in leaving:
+            del self._copies[other][node]
             self.left.append((other, node))
         return True
 

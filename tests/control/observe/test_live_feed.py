@@ -12,8 +12,8 @@ from hearth.control.datadir import DataDir
 from hearth.control.deploy.deployed import Deployed
 from hearth.control.keys import keys
 from hearth.control.observe import live_feed
-from hearth.control.observe.live_feed import MAX_BEHIND, MAX_SUBSCRIBERS
-from hearth.control.requests.caller import ANYBODY, OPERATOR, Caller, GroupId, KeyTerms
+from hearth.control.observe.live_feed import MAX_BEHIND, MAX_SUBSCRIBERS, MAX_SUBSCRIBERS_OF_KEY
+from hearth.control.requests.caller import ANYBODY, OPERATOR, Caller, GroupId, KeyId, KeyTerms
 from hearth.core.errors import Overloaded
 from tests.control.gateway_rig import GatewayRig, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
@@ -173,5 +173,42 @@ def test_so_many_may_watch_and_nothing_runs_when_nobody_does(data_dir: DataDir, 
         await Watcher(rig, ANYBODY).hear("hello")
         await rig.live.close()
         assert len(asyncio.all_tasks()) == num_tasks
+
+    with_rig(data_dir, scene)
+
+
+def test_one_key_does_not_keep_others_out(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.join()
+        liz = Caller("liz", "user", GroupId("liz's"), key_id=KeyId("liz-1"))
+        watchers = [Watcher(rig, liz) for _ in range(MAX_SUBSCRIBERS_OF_KEY)]
+        for one in watchers:
+            await one.hear("hello")
+        with pytest.raises(Overloaded, match="16 dashboards are open with the key 'liz', its limit"):
+            await Watcher(rig, liz).hear("hello")
+        await Watcher(rig, EVE).hear("hello")
+        await rig.live.close()
+
+    with_rig(data_dir, scene)
+
+
+def test_dashboards_connect_again_after_a_fault(
+    data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.join()
+        watcher = Watcher(rig, ANYBODY)
+        await watcher.hear("hello")
+        with monkeypatch.context() as broken:
+            broken.setattr(rig.live, "_state", lambda: 1 / 0)
+            with pytest.raises(StopAsyncIteration):
+                await watcher.hear("nothing more")
+        assert "ZeroDivisionError" in caplog.text
+        again = Watcher(rig, ANYBODY)
+        await again.hear("hello")
+        rig.live.sampled()
+        await again.hear("state")
+        await again.end()
+        await rig.live.close()
 
     with_rig(data_dir, scene)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -29,10 +30,12 @@ from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.pool_views import fallbacks
 from hearth.control.observe.service_views import ServiceViews
 from hearth.control.observe.timeline import Timeline, Timelines
-from hearth.control.requests.caller import Caller
+from hearth.control.requests.caller import Caller, KeyId
 from hearth.core.errors import Overloaded
 from hearth.core.types import RequestId
 from hearth.policy.fleet import events
+
+logger = logging.getLogger(__name__)
 
 #: Between two messages to a subscriber, at least; longer after a long one, for so many bytes a second.
 PAUSE_S = 0.25
@@ -42,6 +45,8 @@ LOOK_S = 1.0
 #: How long it is looked after the last event: reports of workers follow it.
 SETTLE_S = 2.0
 MAX_SUBSCRIBERS = 64
+#: Of one key, so that a leaked one does not keep the others out.
+MAX_SUBSCRIBERS_OF_KEY = 16
 #: After which a dashboard beyond the limit may try again.
 RETRY_S = 10.0
 #: Messages that a subscriber may be behind.
@@ -154,6 +159,9 @@ class LiveFeed:
         """Yield messages until the subscriber is dropped. Raises Overloaded."""
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
             raise Overloaded(f"{MAX_SUBSCRIBERS} dashboards are open, the limit; close one of them", RETRY_S)
+        if caller.key_id is not None and self._num_of(caller.key_id) >= MAX_SUBSCRIBERS_OF_KEY:
+            limit = f"{MAX_SUBSCRIBERS_OF_KEY} dashboards are open with the key {caller.name!r}, its limit"
+            raise Overloaded(f"{limit}; close one of them", RETRY_S)
         one = _Subscriber(caller)
         if not self._subscribers:
             self._running = {found.request_id: None for found in self._timelines.all() if _runs(found)}
@@ -169,6 +177,9 @@ class LiveFeed:
             with suppress(ValueError):
                 self._subscribers.remove(one)
 
+    def _num_of(self, key_id: KeyId) -> int:
+        return sum(one.caller.key_id == key_id for one in self._subscribers)
+
     def _wake(self) -> None:
         self._happened_s = time.monotonic()
         self._happened.set()
@@ -180,13 +191,18 @@ class LiveFeed:
 
     async def _run(self) -> None:
         """Send what has changed for as long as there are subscribers."""
-        while self._subscribers:
-            if not self._running and time.monotonic() > self._happened_s + SETTLE_S:
-                self._happened.clear()
-                await self._happened.wait()
-            await self._look()
-            num_bytes = self._tell()
-            await asyncio.sleep(max(PAUSE_S, num_bytes / BYTES_PER_S))
+        try:
+            while self._subscribers:
+                if not self._running and time.monotonic() > self._happened_s + SETTLE_S:
+                    self._happened.clear()
+                    await self._happened.wait()
+                await self._look()
+                num_bytes = self._tell()
+                await asyncio.sleep(max(PAUSE_S, num_bytes / BYTES_PER_S))
+        except Exception:
+            logger.exception("dashboards are not told what happens; they connect again")
+            for one in list(self._subscribers):
+                self._drop(one)
 
     async def _look(self) -> None:
         """Ask workers for the state of their memory; they answer before the next message."""
