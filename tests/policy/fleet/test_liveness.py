@@ -26,6 +26,7 @@ LONGEST_S = st.none() | st.floats(1e-6, 1e5)
         pytest.param([2.0, 2.0, 2.0], 0.0, id="it never had a core"),
         pytest.param([1.0, 1.5, 0.0], 1.75, id="it had one now and then"),
         pytest.param([9.0, 0.0, 0.0], 2.0, id="the heartbeat itself came late"),
+        pytest.param([0.0, 0.0, 5.0], 0.5, id="it waited for several heartbeats"),
     ],
 )
 def test_a_silent_worker_misses_only_the_heartbeats_that_it_had_a_core_for(

@@ -32,7 +32,8 @@ def max_silence_s(usual_s: float, longest_s: float | None) -> float:
 class Silence:
     """For how many heartbeats a worker has been silent. Mutable; written by the task that watches it.
 
-    A heartbeat counts less by the time that the worker waited for a core.
+    A heartbeat counts less by the time that the worker waited for a core. The kernel tells of a wait at its
+    end, so that one of several heartbeats takes back what earlier ones have counted.
     """
 
     heartbeat_s: float
@@ -46,4 +47,4 @@ class Silence:
     def beat(self, queued_s: float, *, was_heard: bool) -> None:
         """Count a heartbeat; `was_heard`: a message came or a mark was passed."""
         waited_s, self.queued_s = queued_s - self.queued_s, queued_s
-        self.num_missed = 0.0 if was_heard else self.num_missed + max(0.0, 1.0 - waited_s / self.heartbeat_s)
+        self.num_missed = 0.0 if was_heard else max(0.0, self.num_missed + 1.0 - waited_s / self.heartbeat_s)
