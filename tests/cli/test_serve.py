@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 
+from bench.chaos.nodes import free_port
 from hearth import cli
 from hearth.cli import server
 from hearth.control.datadir import DataDir, is_held
@@ -268,12 +269,6 @@ def test_an_address_of_another_machine_is_told_by_its_flag(tmp_path: Path) -> No
     keys.add(tmp_path / "keys.json", "ops", "admin")
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 .*; choose .* `--host`$"):
         server.run_service(config)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def service_at(address: tuple[str, int], data_dir: Path) -> HearthConfig:

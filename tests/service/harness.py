@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 #: How long a test waits for something before it says that it will not happen. Others may use the machine too.
 PATIENCE_S = 120.0
+#: The same for forecasts: their process has the lowest priority, and begins when nobody else wants a core.
+FORECAST_S = 400.0
 #: Between the first looks at something that has no event to wait for.
 LOOK_S = 0.02
 #: Between later ones, which get rarer: each takes a few milliseconds of the service's core.
@@ -43,14 +45,16 @@ Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 running_services: list[Service] = []
 
 
-def eventually(what: str, look: Callable[[], T | None], every_s: float = LOOK_S) -> T:
+def eventually(
+    what: str, look: Callable[[], T | None], every_s: float = LOOK_S, patience_s: float = PATIENCE_S
+) -> T:
     """What `look` returns, once that is something true."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience_s
     while True:
         if found := look():
             return found
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"{what}: not within {PATIENCE_S:g} s")
+            raise AssertionError(f"{what}: not within {patience_s:g} s")
         time.sleep(every_s)
         every_s = max(every_s, min(1.1 * every_s, LATER_LOOK_S))
 
@@ -199,7 +203,7 @@ class Service:
 
     def template(self) -> psutil.Process | None:
         """The process that workers are forked from."""
-        return next((one for one in self.children() if "hearth.worker.template" in _command(one)), None)
+        return next((one for one in self.children() if "hearth.worker.template" in command_of(one)), None)
 
     def children(self) -> list[psutil.Process]:
         return list(psutil.Process(self.process.pid).children(recursive=True))
@@ -281,16 +285,16 @@ def run_hearth(*argv: str) -> subprocess.CompletedProcess[str]:
 
 def assert_ended(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
-    assert not alive, f"still running: {[_command(process) for process in alive]}"
+    assert not alive, f"still running: {[command_of(process) for process in alive]}"
 
 
 def keeper_of(pid: int) -> psutil.Process | None:
     """Return the keeper that a service or a node runs now."""
     children = psutil.Process(pid).children(recursive=True)
-    return next((one for one in children if "hearth.store.keeper" in _command(one)), None)
+    return next((one for one in children if "hearth.store.keeper" in command_of(one)), None)
 
 
-def _command(process: psutil.Process) -> list[str]:
+def command_of(process: psutil.Process) -> list[str]:
     """Empty for one that is ending."""
     try:
         return list(process.cmdline())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -17,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from bench.chaos.nodes import ClusterNode
+from bench.chaos.nodes import ClusterNode, free_port
 from hearth.core import wire
 from hearth.core.node_messages import VERSION, NodeHello, NodeRefused
 from tests.service.checkpoints import write_lora
@@ -106,7 +105,7 @@ class SmallCluster:
         """`place`: enters the machine with a name, and tells its address. `flags`: of the head."""
         self.root, self._place, self._flags = root, place, flags
         self.data_dir = shelf.copy(root / "head")
-        self.port = _free_port()
+        self.port = free_port()
         with place("head") as host:
             made = run_hearth(
                 "cluster", "init", "--address", f"{host}:{self.port}", "--data-dir", str(self.data_dir)
@@ -435,11 +434,3 @@ def test_a_removed_node_stays_out(cluster: SmallCluster) -> None:
     assert again.process.wait(PATIENCE_S) == 1
     assert "no longer a node of the cluster" in again.output()
     assert cluster.node("one") is None
-
-
-def _free_port() -> int:
-    """One that the system gives to no other socket until the head listens there."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 30000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port

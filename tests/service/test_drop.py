@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 import torch
 from openai.types import Completion
@@ -57,8 +58,8 @@ def replicas(two: Service) -> Service:
 def expected(two: Service) -> list[str]:
     """What requests say that have enough memory."""
     eventually("both replicas are there", lambda: len(residents(two)) == 2)
-    with ThreadPoolExecutor(4) as threads:
-        told = list(threads.map(lambda number: tell(two, number), range(NUM_REQUESTS)))
+    with two.client() as client, ThreadPoolExecutor(4) as threads:
+        told = list(threads.map(lambda number: tell(client, number), range(NUM_REQUESTS)))
     assert "dropped" not in {two.explain(one.id)["why"] for one in told}
     return texts(told)
 
@@ -73,14 +74,13 @@ def is_dropped(service: Service) -> bool:
     return any(one["is_dropped"] for one in residents(service))
 
 
-def tell(service: Service, number: int) -> Completion:
-    with service.client() as client:
-        made = client.completions.create(
-            model=NAME,
-            prompt=PROMPTS[number],
-            max_tokens=NUM_TOKENS,
-            extra_body={"ignore_eos": True, **OPTIONS[number % len(OPTIONS)]},
-        )
+def tell(client: openai.OpenAI, number: int) -> Completion:
+    made = client.completions.create(
+        model=NAME,
+        prompt=PROMPTS[number],
+        max_tokens=NUM_TOKENS,
+        extra_body={"ignore_eos": True, **OPTIONS[number % len(OPTIONS)]},
+    )
     assert made.choices[0].finish_reason == "length"
     return made
 
@@ -91,8 +91,9 @@ def texts(told: Iterable[Completion]) -> list[str]:
 
 def burst(service: Service, disturb: Callable[[], None] = lambda: None) -> list[Completion]:
     """Return the answers to requests that come at once, and `disturb` them."""
-    with ThreadPoolExecutor(NUM_REQUESTS) as threads:
-        jobs = [threads.submit(tell, service, number) for number in range(NUM_REQUESTS)]
+    # One client for all: while each thread makes one, the first requests end.
+    with service.client() as client, ThreadPoolExecutor(NUM_REQUESTS) as threads:
+        jobs = [threads.submit(tell, client, number) for number in range(NUM_REQUESTS)]
         disturb()
         return [job.result() for job in jobs]
 
@@ -105,13 +106,15 @@ def test_requests_say_the_same_when_layers_go_and_when_they_come_back(
     assert "dropped" in {replicas.explain(one.id)["why"] for one in told}
     assert replicas.cli("ps").stdout.count("deep is in stages to have more KV memory") == 2
 
-    def tell_until_restored(number: int) -> list[Completion]:
-        told = [tell(replicas, number)]
-        while is_dropped(replicas):
-            told.append(tell(replicas, number))
-        return told
+    with replicas.client() as client, ThreadPoolExecutor(3) as threads:
 
-    with ThreadPoolExecutor(3) as threads:  # so that some run when the layers come back
+        def tell_until_restored(number: int) -> list[Completion]:
+            told = [tell(client, number)]
+            while is_dropped(replicas):
+                told.append(tell(client, number))
+            return told
+
+        # So that some run when the layers come back.
         told_by_thread = list(threads.map(tell_until_restored, range(3)))
     for number, told in enumerate(told_by_thread):
         assert set(texts(told)) == {expected[number]}

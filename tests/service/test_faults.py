@@ -29,7 +29,7 @@ pytestmark = pytest.mark.e2e
 #: Many more than are there when the last stream begins, also where the machine is busy.
 NUM_TOKENS = 130
 #: A worker dies when every stream has come that far.
-FIRST_TOKENS = 10
+FIRST_TOKENS = 4
 #: Enough for several turns.
 NUM_TURN_TOKENS = 200
 NUM_PICKS = 40
@@ -117,9 +117,23 @@ def disturbed_streams(service: Service, signal_number: int) -> list[Told]:
             threads.submit(stream_by, client, n, options, event)
             for n, (options, event) in enumerate(zip(STREAMS, begun, strict=True))
         ]
+        assert begun[0].wait(PATIENCE_S)
+        worker = service.worker_of("tiny-a")
         assert all(event.wait(PATIENCE_S) for event in begun)
-        service.worker_of("tiny-a").send_signal(signal_number)
+        worker.send_signal(signal_number)
         return [job.result() for job in jobs]
+
+
+def resumed(service: Service, told: list[Told]) -> list[Told]:
+    """Those of some disturbed streams that went on elsewhere, each once.
+
+    Others had ended before: where the machine is busy the last may begin late.
+    """
+    num_resumes = [service.explain(one.answer_id)["num_resumes"] for one in told]
+    found = [one for one, num in zip(told, num_resumes, strict=True) if num == 1]
+    assert found
+    assert set(num_resumes) <= {0, 1}
+    return found
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
@@ -130,9 +144,8 @@ def test_streams_go_on_elsewhere_as_if_nothing_had_happened(
     for was, told, options in zip(undisturbed, disturbed, STREAMS, strict=True):
         assert told.text == was.text, options
         assert told.finish_reason == was.finish_reason
-        explained = workers.explain(told.answer_id)
-        assert explained["num_resumes"] == 1, options
-        marks = explained["marks"]
+    for told in resumed(workers, disturbed):
+        marks = workers.explain(told.answer_id)["marks"]
         assert isinstance(marks, list)
         assert {"worker_lost", "resumed"} <= {one["what"] for one in marks if isinstance(one, dict)}
     guided = json.loads(disturbed[5].text)
@@ -140,22 +153,29 @@ def test_streams_go_on_elsewhere_as_if_nothing_had_happened(
 
 
 def test_streams_of_models_that_take_turns_survive_their_worker(workers: Service) -> None:
-    def tell(model: str) -> Told:
-        return stream(workers, 1, {"model": model, "temperature": 0.0, "max_tokens": NUM_TURN_TOKENS})
-
     def paused() -> str | None:
         return next((name for name, state in workers.states().items() if state == "paused"), None)
 
-    models = ("tiny-a", "tiny-b", "tiny-c")
-    undisturbed = {model: tell(model) for model in models}
-    with ThreadPoolExecutor(len(models)) as threads:
-        jobs = {model: threads.submit(tell, model) for model in models}
-        one = eventually("a model is paused", paused)
-        workers.worker_of(one).kill()
-        told = {model: job.result() for model, job in jobs.items()}
-    for model in models:
-        assert (told[model].text, told[model].finish_reason) == (undisturbed[model].text, "length")
-    assert workers.explain(told[one].answer_id)["num_resumes"] == 1
+    with workers.client() as client, ThreadPoolExecutor(3) as threads:
+
+        def tell(model: str) -> Told:
+            options = {"model": model, "temperature": 0.0, "max_tokens": NUM_TURN_TOKENS}
+            return stream_by(client, 1, options)
+
+        undisturbed = {model: tell(model) for model in ("tiny-a", "tiny-b", "tiny-c")}
+
+        def disturbed() -> bool:
+            """Whether a stream was paused when its worker died: all may be over before one is seen paused."""
+            jobs = {model: threads.submit(tell, model) for model in undisturbed}
+            eventually("one is paused", lambda: paused() or all(job.done() for job in jobs.values()))
+            if one := paused():
+                workers.worker_of(one).kill()
+            told = {model: job.result() for model, job in jobs.items()}
+            for model, was in undisturbed.items():
+                assert (told[model].text, told[model].finish_reason) == (was.text, "length")
+            return bool(one) and workers.explain(told[one].answer_id)["num_resumes"] == 1
+
+        eventually("a paused stream goes on", disturbed)
 
 
 def test_a_request_whose_worker_died_while_loading_is_loaded_for_elsewhere(
@@ -287,7 +307,7 @@ def assert_refused(service: Service, model: str, reason: str) -> None:
 def heir(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service on the data directory of one whose gateway was killed in the middle of a stream."""
     data_dir = shelf.copy(tmp_path_factory.mktemp("heir") / "data")
-    flags = (*SMALL, "--memory", "256MiB", "--host-memory", "64MiB")
+    flags = (*SMALL, "--memory", "256MiB", "--host-memory", "64MiB", "--set", f"service.drain_s={PATIENCE_S}")
     service = Service(data_dir, *flags)
     with service.client() as client:
         chunks = client.completions.create(

@@ -14,9 +14,9 @@ from hearth.control.request_history import STEP_S, RequestHistory
 from hearth.core.forecast_messages import LONG_STEP_S
 from hearth.core.types import ModelId, RequestId
 from hearth.policy.fleet.events import RequestArrived
-from tests.service.harness import SMALL, Service, eventually, serving
+from tests.service.harness import FORECAST_S, SMALL, Service, eventually, serving
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1000)]
 
 FLAGS = (*SMALL, "--memory", "1GiB", "--host-memory", "256MiB", "--set", "service.keep_alive=3s")
 
@@ -52,7 +52,8 @@ def complete(service: Service, model: str) -> str:
 def test_a_model_is_loaded_before_its_requests_and_they_are_recorded_over_a_restart(data_dir: Path) -> None:
     record(data_dir, "tiny-b", num_each=20)
     with serving(data_dir, *FLAGS, "--set", "service.prewarm=on") as service:
-        eventually("a model is loaded that nobody asked for", lambda: is_whole(service, "tiny-b"), 0.5)
+        unasked = "a model is loaded that nobody asked for"
+        eventually(unasked, lambda: is_whole(service, "tiny-b"), 0.5, FORECAST_S)
         marks = service.explain(complete(service, "tiny-b"))["marks"]
         assert isinstance(marks, list)
         assert "prewarm" in [mark["what"] for mark in marks if isinstance(mark, dict)]
@@ -65,7 +66,8 @@ def test_a_model_is_loaded_before_its_requests_and_they_are_recorded_over_a_rest
         before = num_recorded(service, "tiny-a")
     with serving(data_dir, *FLAGS, "--set", "service.prewarm=advise") as service:
         assert num_recorded(service, "tiny-a") >= before
-        eventually("there is a forecast", lambda: service.get("/hearth/forecasts/tiny-b")["forecast"])
+        path = "/hearth/forecasts/tiny-b"
+        eventually("there is a forecast", lambda: service.get(path)["forecast"], patience_s=FORECAST_S)
         shown = service.cli("forecast", "tiny-b")
         assert shown.returncode == 0, shown.stderr
         assert "tiny-b, requests per minute: the last hour" in shown.stdout

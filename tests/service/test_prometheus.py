@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from bench.chaos.nodes import free_port
 from tests.dashboard import queries
 from tests.service.harness import PATIENCE_S, Service, eventually
 
@@ -40,8 +40,7 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
         f"authorization: {{credentials: {service.admin_token}}}, "
         f"static_configs: [{{targets: ['{service.url.removeprefix('http://')}']}}]}}]\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with (place / "said").open("w") as said:
         process = subprocess.Popen(
             [

@@ -25,6 +25,7 @@ from tests.service.harness import (
     Service,
     Shelf,
     assert_ended,
+    command_of,
     eventually,
     hearth,
     serving,
@@ -189,7 +190,7 @@ class TestTwoMachines:
         assert_ended(children)  # keeper, template and worker
         assert answer(service) == (text, "second.1/w0"), "the request waits for the next life"
         assert "ray_agent_failed" not in service.logs(), "Ray itself has started the agent again"
-        asking = next(one for one in service.children() if "hearth.control.ray_process" in one.cmdline())
+        asking = next(one for one in service.children() if "hearth.control.ray_process" in command_of(one))
         asking.kill()  # its actor ends with it
         eventually("the next one asks again", lambda: "second.2/w0" in names_of(service))
         assert answer(service) == (text, "second.2/w0")

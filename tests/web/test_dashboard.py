@@ -15,8 +15,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from hearth.control.keys import keys
-from tests.service.harness import Service, eventually
-from tests.web.conftest import LONG_NAME, MARKUP, NewPage, watching
+from tests.service.harness import FORECAST_S, Service, eventually
+from tests.web.conftest import LONG_NAME, MARKUP, PATIENCE_MS, NewPage, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -49,6 +49,7 @@ def test_a_load_a_request_and_an_unload_are_seen_as_they_happen(page: Page, serv
 def test_why_the_service_refuses_a_page_is_told(browser: Browser, service: Service) -> None:
     with browser.new_context() as context:
         page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
         page.goto(service.url.replace("127.0.0.1", "other.localhost"))
         expect(page.get_by_text("without API keys, requests must be sent to localhost")).to_be_visible()
 
@@ -243,11 +244,12 @@ def test_charts_and_sums_follow_the_samples(page: Page, service: Service) -> Non
         expect(page.locator("section tr", has_text="alpha")).to_be_visible()
 
 
+@pytest.mark.timeout(600)
 def test_the_forecast_of_a_model_is_drawn(page: Page, service: Service) -> None:
     def is_made() -> bool:
         return bool(service.get("/hearth/forecasts/alpha")["forecast"])
 
-    eventually("there is a forecast", is_made)
+    eventually("there is a forecast", is_made, patience_s=FORECAST_S)
     with watching(page, "models/alpha"):
         expect(page.locator(".drawer .chart")).to_contain_text("expected 12")
         expect(page.locator(".drawer")).to_contain_text("Method: last value")
