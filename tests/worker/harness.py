@@ -83,6 +83,7 @@ class Gateway:
         self.runs: dict[int, Run] = {}
         self._incoming = connection.makefile("rb")
         self._numbers = iter(range(1_000_000))
+        self._held: list[Order] | None = None  #: orders that will be sent together
         nonce = wire.new_nonce()
         connection.sendall(wire.frame(Challenge(version, nonce)))
         self.hello: WorkerHello | None = None
@@ -93,7 +94,20 @@ class Gateway:
             self.send(wire.check_hello(hello, secret, nonce))
 
     def send(self, *orders: Order) -> None:
-        self.connection.sendall(b"".join(map(wire.frame, orders)))
+        if self._held is None:
+            self.connection.sendall(b"".join(map(wire.frame, orders)))
+        else:
+            self._held += orders
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Send all orders of the context in one piece: on a busy machine the worker could otherwise have done
+        the first before the last is sent.
+        """
+        self._held = held = list[Order]()
+        yield
+        self._held = None
+        self.send(*held)
 
     def start(
         self,

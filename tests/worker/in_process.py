@@ -92,7 +92,7 @@ class LoopGateway:
     in_turn: dict[ModelId, int] = field(default_factory=dict)
     pool: Pool | None = None  #: for looking on, while the worker rests
     #: A worker that goes on telling of steps and never of an end must not be heard for ever.
-    deadline_s: float = field(default_factory=lambda: time.monotonic() + PATIENCE_S)
+    deadline_s: float = field(default_factory=lambda: time.monotonic() + 2 * PATIENCE_S)
     _last: deque[Fact] = field(default_factory=lambda: deque(maxlen=8))
     _runs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -149,7 +149,7 @@ class LoopGateway:
         waiting = {run: len(answer.tokens) for run, answer in self.answers.items() if not answer.is_ended}
         frame = sys._current_frames().get(self.thread.ident or 0)
         return (
-            f"not done {PATIENCE_S:g} s after the worker's start; tokens of requests that have not ended, "
+            f"not done {2 * PATIENCE_S:g} s after the worker's start; tokens of requests that did not end, "
             f"by run: {waiting}; models in turn: {list(self.in_turn)}; last facts: {list(self._last)}; "
             f"the worker stands at:\n{''.join(traceback.format_stack(frame)) if frame else 'its end'}"
         )

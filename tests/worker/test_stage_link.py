@@ -177,7 +177,7 @@ def test_a_stage_that_reads_nothing_does_not_hold_up_the_one_before() -> None:
     moves = [StageMoves("p0", (BlockMove(number, 1),) * 100_000) for number in range(3)]
     sending = threading.Thread(target=lambda: [outlet.send(message) for message in moves], daemon=True)
     sending.start()
-    sending.join(5.0)
+    sending.join(60.0)
     assert not sending.is_alive(), "it waits for the reader"
     assert [inlet.receive() for _ in moves] == [(message, None) for message in moves]
     outlet.close()

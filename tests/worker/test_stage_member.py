@@ -277,7 +277,7 @@ def test_a_lost_pipeline_leaves_no_memory_behind(tmp_path: Path) -> None:
             last.drop(NAME)
             assert first.until(HostingFailed).is_cut_off
             first.ping(), last.ping()
-            assert eventually(lambda: hidden_memories() <= before, within_s=5.0), "it is held"
+            assert eventually(lambda: hidden_memories() <= before, within_s=60.0), "it is held"
     finally:
         gc.enable()
 
@@ -335,7 +335,7 @@ def test_a_later_member_whose_device_hangs_answers_no_more_and_the_first_does(
         last.inbox.put(Ping(1))
         first.until(StepDone)
         first.ping()
-        assert both.beacons[0].read().model is None
+        assert eventually(lambda: both.beacons[0].read().model is None), "it waits in no step"
         assert not [fact for fact in tuple(last.facts.queue) if isinstance(fact, Pong)]
         end.released.set()
         last.until(Pong)

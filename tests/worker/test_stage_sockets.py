@@ -33,7 +33,7 @@ from tests.control.test_cluster import HELLO, HeadRig, play
 from tests.node.test_link import Record
 from tests.worker.harness import folder
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class StageWorker:

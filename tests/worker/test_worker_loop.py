@@ -185,8 +185,12 @@ def test_on_a_cpu_a_model_is_held_once_and_given_back_to_the_system(
     gateway.ping()
     left_bytes = until_held(pids, before_bytes + num_bytes // 4)
 
-    assert num_bytes <= loaded_bytes - before_bytes <= num_bytes * 5 // 4, f"{loaded_bytes=} {before_bytes=}"
-    assert left_bytes - before_bytes <= num_bytes // 4, f"{left_bytes=} {before_bytes=}"
+    told = f"{before_bytes=} {loaded_bytes=} {left_bytes=}"
+    assert loaded_bytes - before_bytes <= num_bytes * 5 // 4, told
+    assert left_bytes - before_bytes <= num_bytes // 4, told
+    assert loaded_bytes - left_bytes >= num_bytes * 3 // 4, (
+        told
+    )  # some of the first model may have been left before
 
 
 def test_requests_that_come_with_the_model_run_when_it_is_there(gateway: Gateway, model: Path) -> None:
@@ -260,7 +264,9 @@ def test_two_models_step_side_by_side(gateway: Gateway, model: Path) -> None:
     gateway.host("a", model)
     gateway.host("b", converted("opt-pre"))
     gateway.facts.clear()
-    gateway.until_ended(gateway.start("a", PROMPT, greedy(40)), gateway.start("b", PROMPT, greedy(40)))
+    with gateway.at_once():
+        runs = [gateway.start(name, PROMPT, greedy(40)) for name in ("a", "b")]
+    gateway.until_ended(*runs)
 
     steps: list[str] = [fact.model for fact in gateway.facts if isinstance(fact, StepDone)]
     both = steps[steps.index("b") : len(steps) - steps[::-1].index("a")]
@@ -269,9 +275,10 @@ def test_two_models_step_side_by_side(gateway: Gateway, model: Path) -> None:
 
 
 def test_all_tokens_of_a_step_come_in_one_message(gateway: Gateway, model: Path) -> None:
-    gateway.send(host_order("a", model))
-    runs = [gateway.start("a", PROMPT, greedy(10)) for _ in range(4)]
     gateway.facts.clear()
+    with gateway.at_once():
+        gateway.send(host_order("a", model))
+        runs = [gateway.start("a", PROMPT, greedy(10)) for _ in range(4)]
     gateway.until_ended(*runs)
 
     assert max(len(fact.runs) for fact in gateway.facts if isinstance(fact, StepDone)) == 4
@@ -295,7 +302,9 @@ def test_a_model_runs_as_many_requests_at_a_time_as_its_order_says_also_when_it_
         limits = StepLimits(max_batch_tokens=64, max_seqs=max_seqs, block_tokens=4)
         gateway.send(host_order("a", model, limits=limits))
         gateway.facts.clear()
-        gateway.until_ended(*(gateway.start("a", PROMPT, greedy(10)) for _ in range(6)))
+        with gateway.at_once():
+            runs = [gateway.start("a", PROMPT, greedy(10)) for _ in range(6)]
+        gateway.until_ended(*runs)
         steps = [len(fact.runs) for fact in gateway.facts if isinstance(fact, StepDone)]
         assert max(steps) == max_seqs
         gateway.send(RetireModel(ModelId("a")))
@@ -305,8 +314,9 @@ def test_a_batch_request_gives_its_slot_to_an_interactive_one_and_goes_on_later(
     gateway: Gateway, model: Path
 ) -> None:
     gateway.host("a", model, limits=StepLimits(max_batch_tokens=64, max_seqs=1, block_tokens=4))
-    batch = gateway.start("a", PROMPT, greedy(40), pace=Pace(tokens_per_s=0.0))
-    interactive = gateway.start("a", PROMPT[::-1], greedy(3))
+    with gateway.at_once():
+        batch = gateway.start("a", PROMPT, greedy(40), pace=Pace(tokens_per_s=0.0))
+        interactive = gateway.start("a", PROMPT[::-1], greedy(3))
     gateway.until_ended(interactive)
     assert gateway.runs[batch].finish_reason is None
     (ended,) = gateway.until_ended(batch)
@@ -416,10 +426,13 @@ def test_a_request_that_panics_while_it_is_checked_gets_its_answer() -> None:
 
 def test_a_cancelled_request_says_no_more_and_leaves_its_memory(gateway: Gateway, model: Path) -> None:
     gateway.host("a", model)
-    run = gateway.start("a", PROMPT, greedy(50))
-    gateway.until(lambda fact: isinstance(fact, StepDone) and run in fact.runs)
-    gateway.send(CancelRequest(run), Ping(-1))
-    gateway.until(lambda fact: isinstance(fact, Pong) and fact.number == -1)
+    is_over = True
+    while is_over:  # before it was cancelled, where the machine is busy
+        run = gateway.start("a", PROMPT, greedy(50))
+        gateway.until(lambda fact, run=run: isinstance(fact, StepDone) and run in fact.runs)
+        gateway.send(CancelRequest(run), Ping(-1))
+        gateway.until(lambda fact: isinstance(fact, Pong) and fact.number == -1)
+        is_over = gateway.runs[run].finish_reason is not None
     num_tokens = len(gateway.runs[run].tokens)
     (use,) = gateway.ping().models
 
