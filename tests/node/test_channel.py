@@ -280,7 +280,7 @@ def test_first_frames_that_are_too_large_or_damaged_end_a_connection(
 
 
 def test_slow_strangers_are_closed(cluster: Cluster, play: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STRANGER_S", 0.3)
+    monkeypatch.setattr(module, "STRANGER_S", 1.0)
 
     async def scene() -> None:
         async with cluster.listening() as port:
@@ -299,7 +299,7 @@ def test_slow_strangers_are_closed(cluster: Cluster, play: Scene, monkeypatch: p
             member_channel = await to_head(port, cluster.node)  # has all the time once it is known
             member_channel.send(HELLO)
             assert await member_channel.receive() == HeadPulse()
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.5)
             member_channel.send(HELLO)
             assert await member_channel.receive() == HeadPulse()
             member_channel.close()
@@ -310,7 +310,7 @@ def test_slow_strangers_are_closed(cluster: Cluster, play: Scene, monkeypatch: p
 def test_a_stranger_that_does_not_read_its_answer_is_closed(
     cluster: Cluster, play: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "STRANGER_S", 0.3)
+    monkeypatch.setattr(module, "STRANGER_S", 1.0)
 
     async def scene() -> None:
         async with cluster.listening() as port:

@@ -16,7 +16,7 @@ ONE, TWO = NodeId("gpu-1"), NodeId("gpu-2.1")
 
 def told(store: socket.socket) -> tuple[bytes, int]:
     """Return what the store is told next, and how many descriptors come along."""
-    store.settimeout(10.0)
+    store.settimeout(60.0)
     with store.accept()[0] as agent:
         message, descriptors, _, _ = socket.recv_fds(agent, 256, 1)
     for descriptor in descriptors:

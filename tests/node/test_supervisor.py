@@ -385,7 +385,7 @@ def test_a_keeper_that_hangs_is_killed_and_replaced_and_one_that_answers_is_not(
         assert supervisor.keeper._process is not first
         assert supervisor.trouble() is None
 
-    supervised(Supervisor, 0, scene, heartbeat_s=0.3)
+    supervised(Supervisor, 0, scene, heartbeat_s=0.6)
     assert "keeper_killed reason=hangs" in caplog.text
     assert "keeper_ended code=-9" in caplog.text
     assert "reason=`it hung: it did not answer for" in caplog.text

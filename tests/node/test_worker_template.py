@@ -297,7 +297,7 @@ def test_a_template_that_does_not_answer_is_killed_and_the_worker_spawned(unfit_
 def empty_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(template_process, "COMMAND", ("-c", EMPTY))
     monkeypatch.setattr(processes, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(worker_template, "FORK_S", 1.0)
+    monkeypatch.setattr(worker_template, "FORK_S", PATIENCE_S)
     with a_template() as rig:
         assert rig.code(rig.fork()) == 1, "there is a template"
         yield rig
@@ -329,12 +329,19 @@ def leave_no_descriptors(pid: int) -> None:
     ids=["stopped", "out of descriptors"],
 )
 def test_a_template_that_cannot_fork_is_replaced_and_the_worker_spawned_meanwhile(
-    empty_rig: Rig, hurt: Callable[[int], None], reason: str, caplog: pytest.LogCaptureFixture
+    empty_rig: Rig,
+    hurt: Callable[[int], None],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = empty_rig.template.pid
     assert before is not None
     hurt(before)
-    assert empty_rig.start() is None
+    with monkeypatch.context() as patch:
+        if hurt is stop:
+            patch.setattr(worker_template, "FORK_S", 1.0)
+        assert empty_rig.start() is None
     assert len(empty_rig.fallbacks) == 1
     assert f"fallback workers=spawned reason=`{reason}`" in caplog.text
     assert empty_rig.code(empty_rig.fork(but_of=before)) == 1, "of another template"

@@ -242,7 +242,7 @@ def test_a_disk_that_cannot_read_a_block_is_told(
     num_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(SnapshotCorrupt, match=r"a.snapshot` cannot be read: Input/output error; delete it"):
         read(path)
-    assert len(os.listdir("/proc/self/fd")) == num_files
+    assert len(os.listdir("/proc/self/fd")) <= num_files
     if has_header:
         with open_snapshot(path, KEY) as opened:
             assert bytes(opened["memory"]) == SECTIONS["memory"]

@@ -82,7 +82,7 @@ def test_what_is_no_file_is_no_key_and_nothing_of_it_stays_open(
     for look in (installation_key, known_key):
         with pytest.raises(SnapshotError, match=r"is not a regular file|cannot be opened"):
             look(path)
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= set(before)
     if isinstance(held, int):
         os.close(held)
     elif isinstance(held, socket.socket):

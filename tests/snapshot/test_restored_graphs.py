@@ -150,7 +150,7 @@ def test_without_native_code_no_graph_comes_and_each_counts_as_failed(tmp_path: 
     assert machine.rehearsed == []
     assert not any(graphs.is_coming(name) or graphs.find(name) for name in ("decode-8", "decode-adapters-8"))
     assert graphs.num_failed == 2
-    assert len(os.listdir("/proc/self/fd")) == num_files, "the file is closed"
+    assert len(os.listdir("/proc/self/fd")) <= num_files, "the file is closed"
 
 
 def test_a_graph_that_the_driver_refuses_is_left_out_and_the_others_come(
@@ -349,7 +349,7 @@ def test_a_file_is_closed_when_all_of_its_graphs_have_come(tmp_path: Path) -> No
     assert len(os.listdir("/proc/self/fd")) == num_files + 1, "those for adapters may be wanted"
     graphs.want_adapters()
     assert graphs.find("decode-adapters-64")
-    assert len(os.listdir("/proc/self/fd")) == num_files
+    assert len(os.listdir("/proc/self/fd")) <= num_files
 
 
 @pytest.mark.parametrize("end", ["stop", "discard"])

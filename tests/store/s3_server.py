@@ -19,7 +19,7 @@ from obstore.store import S3Store
 
 KEY_ID = "hearth-tests"
 SECRET = "not-a-secret/with+signs%"
-READY_S = 60.0
+READY_S = 120.0
 #: Every service of the server listens somewhere, on fixed ports unless told otherwise.
 PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
 

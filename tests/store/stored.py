@@ -38,8 +38,8 @@ from tests.models.zoo import build
 CHUNK_BYTES = 4096
 #: How long a test waits for another thread before it says that none will come.
 PATIENCE_S = 120.0
-#: Asks again at once, and bears little silence.
-QUICK = Retry(num_tries=3, first_delay_s=0.01, max_delay_s=0.02, stall_s=0.3)
+#: Asks again at once.
+QUICK = Retry(num_tries=3, first_delay_s=0.01, max_delay_s=0.02)
 TINY = {"num_hidden_layers": 2, "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2}
 ARCH = arch_from_config({"model_type": "llama", **TINY, "intermediate_size": 8})
 WEIGHTS_BYTES = layout_of(ARCH, "float32").num_bytes

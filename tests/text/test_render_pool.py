@@ -35,13 +35,13 @@ def renderers() -> set[int]:
 
 def test_processes_start_when_first_needed_and_are_used_again() -> None:
     before, pool = renderers(), RenderPool(2)
-    assert renderers() == before
+    assert renderers() <= before, "those of earlier tests may end meanwhile"
 
     assert [pool.render("{{ n }}", {"n": n}, AMPLE_S) for n in (1, 2)] == [("text", "1"), ("text", "2")]
 
     assert len(renderers() - before) == 1
     pool.close()
-    assert renderers() == before
+    assert renderers() <= before
 
 
 def test_no_more_processes_run_than_the_pool_may_have(pool: RenderPool) -> None:
@@ -73,7 +73,7 @@ def test_a_process_does_not_outlive_the_one_that_started_it() -> None:
     killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False)
     pid = int(killed.stdout)
 
-    if psutil.pid_exists(pid):
+    with suppress(psutil.NoSuchProcess):  # it has ended already
         psutil.Process(pid).wait(timeout=60)
 
 

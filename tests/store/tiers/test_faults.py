@@ -91,10 +91,10 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
         settle(tiers)
 
 
-def open_impatient(tiers: Tiers, server: BadServer) -> StoredModel:
-    """The server's model, by a client that does not wait long."""
+def open_impatient(tiers: Tiers, server: BadServer, stall_s: float = QUICK.stall_s) -> StoredModel:
+    """The server's model, by a client that tries again at once. `stall_s`: how long it may be silent."""
     url = f"{server.url}/tiny"
-    return replace(tiers.open(url), remote=RemoteModel(url, QUICK))
+    return replace(tiers.open(url), remote=RemoteModel(url, replace(QUICK, stall_s=stall_s)))
 
 
 class TestDisk:
@@ -221,7 +221,8 @@ class TestServer:
     def test_a_fault_that_passes_is_made_up_for_and_counted(
         self, tiers: Tiers, server: BadServer, data: bytes, behaviour: Behaviour
     ) -> None:
-        model = open_impatient(tiers, server)
+        is_silent = behaviour in (bad_server.is_silent, bad_server.stalls_in_the_body)
+        model = open_impatient(tiers, server, stall_s=1.5 if is_silent else QUICK.stall_s)
         server.plan.append(behaviour)
         loaded = load(tiers, model)
         assert loaded.data == data
@@ -241,7 +242,7 @@ class TestServer:
         assert chunk_files(tiers) == []
 
     def test_a_server_that_stays_silent_ends_the_load(self, tiers: Tiers, server: BadServer) -> None:
-        model = open_impatient(tiers, server)
+        model = open_impatient(tiers, server, stall_s=0.3)
         server.plan.extend([bad_server.is_silent] * 1000)
         with pytest.raises(Unreachable, match=rf"gave no usable answer, tries: {QUICK.num_tries}"):
             load(tiers, model)

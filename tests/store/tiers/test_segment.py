@@ -118,7 +118,7 @@ def test_more_memory_than_can_be_had_is_refused() -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(DeviceError, match=r"4611686018427387904 bytes .* lower `store.host_bytes`"):
         Segment.create(1 << 40, 1 << 22)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(os.listdir("/proc/self/fd")) <= num_open
 
 
 def test_touching_its_pages_changes_nothing_in_them() -> None:

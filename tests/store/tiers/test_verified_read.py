@@ -190,4 +190,4 @@ def test_no_file_stays_open(path: Path) -> None:
     with pytest.raises(ChunkCorrupt):
         read(path, 0, SECOND)
     read(path, CHUNK_BYTES, SECOND)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(os.listdir("/proc/self/fd")) <= num_open

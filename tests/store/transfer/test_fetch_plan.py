@@ -13,7 +13,7 @@ from hearth.core.types import NodeId
 from hearth.store.transfer import fetch_plan
 from hearth.store.transfer.fetch_plan import FetchPlan
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 def a_plan(*order: int) -> FetchPlan:

@@ -195,7 +195,7 @@ def test_pages_that_are_given_back_are_not_leased_to_be_pinned(
             StoreError, match=r"cannot be pinned for a CUDA device; start the keeper for `cuda`"
         ):
             LeaseClient(path, is_pinned=True)
-        assert eventually(lambda: len(os.listdir("/proc/self/fd")) == num_open)
+        assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= num_open)
 
         with closing(LeaseClient(path, is_pinned=False)) as lease_client:
             assert lease_client.open(model).manifest == read_manifest(model)
@@ -808,7 +808,7 @@ def test_a_client_leaves_nothing_open_after_a_greeting_that_is_none(path: Path, 
             LeaseClient(path)
 
         greeted.result(PATIENCE_S)
-        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert len(os.listdir("/proc/self/fd")) <= num_open
 
 
 def test_a_client_notices_that_the_server_is_gone(model: Path, tmp_path: Path, path: Path) -> None:

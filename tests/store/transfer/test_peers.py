@@ -57,8 +57,8 @@ from tests.store.stored import (
 from tests.worker.harness import keeping
 
 TEXT = b'{"a": "tokenizer"}'
-#: A node that sends nothing is noticed soon, and stays left out for the rest of a test.
-QUICK = Patience(stall_s=1.0, left_out_s=60.0, distrusted_s=60.0, give_up_s=0.5, sources_s=0.0, unknown_s=0.0)
+#: A node that fails stays left out for the rest of a test.
+QUICK = Patience(stall_s=4.0, left_out_s=60.0, distrusted_s=60.0, give_up_s=0.5, sources_s=0.0, unknown_s=0.0)
 
 
 @pytest.fixture
@@ -119,6 +119,7 @@ def a_store(
     root: Path | None = None,
     patience: Patience = QUICK,
     limit: SendLimit | None = None,
+    stall_s: float = QUICK.stall_s,
 ) -> Iterator[Store]:
     node = cluster.add(name)
     config = StoreConfig(path=str(root or node.folder / "store"), host_bytes=16 << 20, disk_bytes=disk_bytes)
@@ -127,7 +128,7 @@ def a_store(
         config, config.host_bytes // num_cells, is_pinned=False, keeps_chunks=keeps_chunks, peers=peers
     )
     node.held = lambda digest: [one for one in tiers.held() if one.model == digest]
-    server = PeerServer(tiers, node.peers_socket, node.folder, limit, stall_s=1.0)
+    server = PeerServer(tiers, node.peers_socket, node.folder, limit, stall_s=stall_s)
     with closing(tiers), closing(server):
         yield Store(node, tiers, server)
     tiers.fetcher.book.check()
@@ -208,7 +209,7 @@ class TestOpening:
         self, cluster: Cluster, source: Path
     ) -> None:
         """As of a store that has just taken the place of one that died."""
-        patient = replace(QUICK, unknown_s=4.0)
+        patient = replace(QUICK, unknown_s=16.0)
         known = {stored_at(source).manifest.digest: str(source)}
         with (
             a_store(cluster, "local") as head,
@@ -487,7 +488,7 @@ class TestObjectStorage:
     def test_a_node_reads_by_signed_urls_and_asks_again_when_they_expire(
         self, any_cluster: Cluster, source: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(peer_server, "SIGNED_S", 3.0)
+        monkeypatch.setattr(peer_server, "SIGNED_S", 6.0)
         with a_store(any_cluster, "local") as head, a_store(any_cluster, "gpu-2") as store:
             opened = head.tiers.open(head.tiers.resolve(bucket)).remote
             assert isinstance(opened, PeerModel)
@@ -498,7 +499,7 @@ class TestObjectStorage:
                 monkeypatch.delenv(name)
             assert load(store, source, [0])[1] == ["object"]
             monkeypatch.setattr(peer_server, "SIGNED_S", 600.0)
-            time.sleep(4.5)
+            time.sleep(7.5)
             data, sources = load(store, source)
             assert data == weights(source)
             assert sources == ["host"] + ["object"] * (len(sources) - 1)
@@ -610,7 +611,8 @@ class TestFailures:
             assert bytes(data) == weights(source)
 
     def test_a_stalling_node_is_left_out(self, cluster: Cluster, source: Path) -> None:
-        with a_store(cluster, "a") as good, a_store(cluster, "b") as store:
+        impatient = replace(QUICK, stall_s=1.0)
+        with a_store(cluster, "a") as good, a_store(cluster, "b", patience=impatient) as store:
             model = good.tiers.open(source)
             bad, stay = cluster.add("bad"), threading.Event()
             bad.take = lambda connection: answer(connection, model, num_bytes=100, stay=stay)
@@ -688,7 +690,7 @@ class TestFailures:
                 take(store.tiers.fetch(store.tiers.open(where(source)), all_chunks(model)))
 
     def test_a_receiver_that_takes_nothing_is_cut_off(self, cluster: Cluster, source: Path) -> None:
-        with a_store(cluster, "a") as sender:
+        with a_store(cluster, "a", stall_s=1.0) as sender:
             digest = sender.tiers.open(source).manifest.digest
             with connected(cluster, sender.node) as connection:
                 connection.sendall(b'{"chunk": ["%s", 0]}\n' % digest.encode())
@@ -711,7 +713,10 @@ class TestFailures:
     ) -> None:
         monkeypatch.setattr(peer_server, "MIN_BYTES_PER_S", 1 << 30)
         num_bytes = write_large_model(tmp_path / "large")
-        with a_store(cluster, "a", num_cells=1) as sender, socket.socket() as connection:
+        with (
+            a_store(cluster, "a", num_cells=1, stall_s=1.0) as sender,
+            socket.socket() as connection,
+        ):
             digest = sender.tiers.open(tmp_path / "large").manifest.digest
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connect(cluster, sender.node, connection)

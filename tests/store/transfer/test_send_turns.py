@@ -11,7 +11,7 @@ from hearth.core.types import NodeId
 from hearth.store.transfer import send_turns
 from hearth.store.transfer.send_turns import MIN_PACED_BYTES, NUM_PACED_BY, PACE, SendLimit, SendTurns
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Sender:

@@ -412,7 +412,7 @@ def test_without_a_compiler_there_are_no_slots(tmp_path: Path, monkeypatch: pyte
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="no-such-compiler"):
         StagingBuffers(CELL_BYTES, libraries=tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(os.listdir("/proc/self/fd")) <= num_open
 
 
 def _address(data: memoryview) -> int:
