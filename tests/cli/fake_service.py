@@ -20,6 +20,7 @@ from hearth.control.observe.views import (
     Health,
     HostMemoryView,
     ModelView,
+    NodeView,
     PartView,
     PoolView,
     ProcessView,
@@ -158,6 +159,7 @@ class FakeService:
     breaks_after: int | None = None  #: pieces of an answer
     status: str = "ok"
     unloaded: UnloadView = field(default_factory=lambda: UnloadView("smol", False, True, 0, 638 << 20, 0))
+    nodes: list[NodeView] = field(default_factory=list)
     forecast: ForecastView = FORECAST
     snapshot_failure: str | None = None  #: why none can be made; None: one can
     #: Method, path and body of every question but those for its health.
@@ -216,6 +218,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(200, PROCESSES)
             case "GET", ["hearth", "models"]:
                 self._send(200, service.models)
+            case "GET", ["hearth", "nodes"]:
+                self._send(200, service.nodes)
             case "POST", ["hearth", "models"] if body is not None:
                 self._deploy(body)
             case "GET", ["hearth", "forecasts", "smol"]:
