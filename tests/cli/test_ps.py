@@ -116,13 +116,13 @@ def test_ps_shows_how_long_steps_take_in_stages_and_on_their_way(
 ) -> None:
     smol = PROCESSES.models[1]
     first = replace(smol, layers=(0, 16), stage_s=(0.0019, 0.002), hops_s=0.00011, num_flights=2)
-    last = replace(smol, worker="w1", layers=(16, 30), transport="shared memory")
+    last = replace(smol, worker="w1", layers=(16, 30), transport="shared memory", is_dropped=True)
     monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, models=(first, last)))
     assert hearth("ps").out.splitlines()[-8:-4] == [
         "smol is in stages: w0 has layers 0 to 15",
         "  a decode step takes 1.9 ms + 2.0 ms in its stages and 0.1 ms between them, 2 are in flight",
         "",
-        "smol is in stages: w1 has layers 16 to 29, its input by shared memory",
+        "smol is in stages to have more KV memory: w1 has layers 16 to 29, its input by shared memory",
     ]
 
 
