@@ -27,7 +27,7 @@ from tests.service.harness import SMALL, Service, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 #: Others may use the machine too.
-PATIENCE_MS = 60_000
+PATIENCE_MS = 120_000
 
 expect.set_options(timeout=PATIENCE_MS)
 
