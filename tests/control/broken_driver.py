@@ -40,4 +40,4 @@ asyncio.run(main(Path(sys.argv[1])))
 def run_broken_driver(journal: Path, bug: str) -> subprocess.CompletedProcess[str]:
     """Return how a process ends that runs `bug`, a statement on its `driver`."""
     command = [sys.executable, "-c", _PROGRAM.format(bug=bug), str(journal)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)

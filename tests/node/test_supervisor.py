@@ -49,7 +49,7 @@ with tempfile.TemporaryDirectory() as path:
 
 
 def test_a_supervisor_that_breaks_takes_the_process_along() -> None:
-    ended = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 1
     assert "service_broken part=supervisor error=TypeError" in ended.stderr
 

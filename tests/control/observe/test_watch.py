@@ -185,7 +185,7 @@ def test_each_alert_is_raised_by_its_cause_alone(tmp_path: Path) -> None:
     written = tmp_path / "tests.json"
     written.write_text(json.dumps({"rule_files": [str(ALERTS)], "tests": cases}))
     said = subprocess.run(
-        ["promtool", "test", "rules", written], capture_output=True, text=True, timeout=60, check=False
+        ["promtool", "test", "rules", written], capture_output=True, text=True, timeout=240, check=False
     )
     assert said.returncode == 0, said.stdout + said.stderr
 
