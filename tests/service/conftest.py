@@ -19,6 +19,15 @@ from hearth.control.deploy.registry import Registry
 from tests.service.checkpoints import read_texts, write_smollm2, write_tiny, write_with_template
 from tests.service.harness import SMALL, Service, Shelf, eventually, running_services, serving
 
+#: The first test of a file starts up to four machines, which takes minutes where others use the cores.
+TIMEOUT_S = 900
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/service/" in item.nodeid and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
 
 @pytest.fixture(scope="package", autouse=True)
 def _authorities_read_once() -> Iterator[None]:

@@ -118,7 +118,6 @@ def test_the_document_names_every_endpoint(service: Service) -> None:
     }
 
 
-@pytest.mark.timeout(300)
 def test_no_request_makes_the_service_fail(service: Service) -> None:
     for operation in operations(service):
         statuses = _assert_never_fails(service, operation, GenerationMode.POSITIVE)
