@@ -181,7 +181,7 @@ class Members(RuleBasedStateMachine):
         assert self.num_blocks <= self.first.max_blocks
 
 
-Members.TestCase.settings = settings(max_examples=300, stateful_step_count=60)
+Members.TestCase.settings = settings(max_examples=120, stateful_step_count=60)
 TestMembers = Members.TestCase
 
 
