@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,19 +11,20 @@ from hearth.kernels import packed_products
 from hearth.kernels.four_bits import FourBitWeight, dequantize_reference, four_bit_linear
 from hearth.kernels.packed_products import MAX_ROWS, packed_linear
 from hearth.kernels.quantized import quantized_linear
+from hearth.system.native_code import native_library
 from tests.kernels.cases import assert_close, random
 from tests.kernels.test_four_bits import KINDS, SHAPES, weight_of
 
 #: None, one, as many as are multiplied in C, and more.
-ROWS = [0, 1, 3, MAX_ROWS, MAX_ROWS + 1, 40]
+ROWS = [0, 1, 3, MAX_ROWS, MAX_ROWS + 1, 100]
 
 
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CC", "/no/such/compiler")
-    packed_products._native.cache_clear()
+    packed_products._compiled.cache_clear()
     yield
-    packed_products._native.cache_clear()
+    packed_products._compiled.cache_clear()
 
 
 def four_bit_product(x: torch.Tensor, weight: FourBitWeight, out: torch.Tensor) -> bool:
@@ -50,11 +52,12 @@ def test_four_bits_are_widened_bit_for_bit_as_in_the_reference(
     scales = torch.where(weight.scale.float() < 0.005, weight.scale.float() * 1e-5, weight.scale.float())
     weight = FourBitWeight(weight.codes, scales.to(scale), minimum, weight.codebook)
 
-    out = torch.empty(k, n)  # products with the unit vectors, no sum of which is rounded
+    for rows in (k, min(k, MAX_ROWS)):
+        out = torch.empty(rows, n)  # products with unit vectors, no sum of which is rounded
 
-    assert four_bit_product(torch.eye(k), weight, out)
+        assert four_bit_product(torch.eye(k)[:rows], weight, out)
 
-    assert torch.equal(out.t(), dequantize_reference(weight, k))
+        assert torch.equal(out.t(), dequantize_reference(weight, k)[:, :rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -62,18 +65,24 @@ def test_four_bits_are_widened_bit_for_bit_as_in_the_reference(
 def test_eight_bits_are_widened_bit_for_bit(n: int, k: int, dtype: torch.dtype) -> None:
     values, scale = eight_bits(n, k, dtype), random(n, device="cpu", seed=2).abs()
 
-    out = torch.empty(k, n)
+    for rows in (k, min(k, MAX_ROWS)):
+        out = torch.empty(rows, n)
 
-    assert packed_linear(torch.eye(k), values, scale, None, out=out)
+        assert packed_linear(torch.eye(k)[:rows], values, scale, None, out=out)
 
-    assert torch.equal(out.t(), values.float() * scale[:, None])
+        assert torch.equal(out.t(), (values.float() * scale[:, None])[:, :rows])
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", [*KINDS, "int8", "fp8"])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_equal_those_in_float64(rows: int, kind: str, *, has_bias: bool) -> None:
-    n, k = 37, 320
+def test_products_equal_those_in_float64(
+    rows: int, kind: str, monkeypatch: pytest.MonkeyPatch, *, has_bias: bool
+) -> None:
+    n, k = 37, 320 if kind in KINDS else 300
+    monkeypatch.setattr(
+        packed_products._scratch, "wide", torch.empty(20 * k)
+    )  # room for 16 outputs at a time
     x, bias = random(rows, k, device="cpu", seed=1), random(n, device="cpu", seed=4) if has_bias else None
     out = torch.full((rows, n), torch.nan)
     if kind in KINDS:
@@ -109,14 +118,35 @@ def test_threads_share_the_outputs() -> None:
 def test_without_a_compiler_the_reference_multiplies(caplog: pytest.LogCaptureFixture) -> None:
     weight, x, out = weight_of(9, 64, 32, "minimum"), random(2, 64, device="cpu", seed=1), torch.empty(2, 9)
 
+    assert not packed_products.is_missing(), "it is not known yet"
     four_bit_linear(x, weight, None, out=out)
     four_bit_linear(x, weight, None, out=out)
+    assert packed_products.is_missing()
 
     assert_close(out, x.double() @ dequantize_reference(weight, 64).double().t())
     assert [record.message for record in caplog.records if "fallback products=torch" in record.message] == [
         "fallback products=torch reason=`/no/such/compiler: No such file or directory` "
         "remedy=`install a C compiler (cc)`"
     ]
+
+
+def test_the_compilation_that_was_begun_early_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilations = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        compilations.append(args)
+        return native_library(*args, **options)
+
+    monkeypatch.setattr(packed_products, "native_library", counted)
+    packed_products._compiled.cache_clear()
+    weight, x = weight_of(9, 64, 32, "minimum"), random(2, 64, device="cpu", seed=1)
+
+    packed_products.prepare()
+    packed_products.prepare()
+
+    assert four_bit_product(x, weight, torch.empty(2, 9))
+    assert len(compilations) == 1
+    assert not packed_products.is_missing()
 
 
 def test_the_source_is_in_the_package() -> None:

@@ -91,9 +91,9 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
         )
     if not is_native():
         notes.append(
-            "no C compiler (cc): chunks are read in Python, which is slower for concurrent reads; on a GPU, "
-            "loads slow down other models, and the first loads wait until host memory is pinned; install "
-            "one, Triton needs it too"
+            "no C compiler (cc): chunks are read in Python, which is slower for concurrent reads; on a CPU, "
+            "quantised models are many times slower; on a GPU, loads slow down other models, and the first "
+            "loads wait until host memory is pinned; install one, Triton needs it too"
         )
     if has_cuda and (obstacle := native_obstacle()) is not None:
         notes.append(

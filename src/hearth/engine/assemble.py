@@ -26,6 +26,7 @@ from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
 from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
+from hearth.kernels import packed_products
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.prefill_attention import PromptKernel, prompt_kernel, prompt_tile_tokens
@@ -140,6 +141,8 @@ def assemble(
     memory = memory or _own_memory(spec, config, device)
     if device.type == "cuda":
         _tell_if_slow(prompt_kernel_of(spec))
+    elif any(layer.qkv.scale is not None for layer in weights.layers):
+        packed_products.prepare()  # beside the load
     on_layer = None if marks is None else marks.layer_passed
     runner = assemble_runner(spec, weights, config, memory, step_size(limits, device), on_layer, later)
     _tell_of_little_scratch(runner.layers.decoder.sharing_obstacle())

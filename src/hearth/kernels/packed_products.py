@@ -9,31 +9,47 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from hearth.core.sizes import CODE_CHUNK
+from hearth.core.sizes import CODE_WORDS
 from hearth.kernels.linear import linear
 from hearth.system.native_code import native_library, remedy_for
 
 #: Up to so many rows the weight is not widened into memory.
-MAX_ROWS = 32
-#: Widened weights that stay in the second-level caches until they are used.
-WIDE_BYTES = 1 << 20
+MAX_ROWS = 64
+#: Weights that are widened at a time: more leave the caches, and the library is slow for fewer outputs.
+WIDE_BYTES = 2 << 20
+#: Outputs that the C code takes at a time.
+_BLOCK = 16
 _FLAGS = ("-O3", "-march=native")
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-#: The value of each code of an 8-bit float.
-_FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+_KINDS = {torch.int32: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 
 log = logging.getLogger(__name__)
 
 
+class _Scratch(threading.local):
+    """Memory for widened weights, kept because new pages take as long as the widening."""
+
+    def __init__(self) -> None:
+        self.wide = torch.empty(WIDE_BYTES // 4)
+
+
+_scratch = _Scratch()
+_compiling = threading.Lock()
+
+
 class _Weight(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("kind", "scale_dtype", "minimum_dtype", "n", "k", "groups")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("kind", "scale_dtype", "minimum_dtype", "n", "k", "group_size")
+        ),
         *((name, ctypes.c_void_p) for name in ("values", "scale", "minimum", "codebook")),
     )
 
@@ -67,25 +83,27 @@ def packed_linear(
     assert values.is_contiguous(), f"{values.stride()=}"
     assert scale.is_contiguous(), f"{scale.stride()=}"
     is_four_bit = values.dtype == torch.int32
-    if values.dtype == torch.float8_e4m3fn:
-        codebook = _FP8_VALUES
-    n, groups = (values.shape[1], scale.shape[0]) if is_four_bit else (values.shape[0], 1)
+    n = values.shape[1] if is_four_bit else values.shape[0]
     weight = _Weight(
-        0 if is_four_bit else 1,
+        _KINDS[values.dtype],
         _NUMBERS[scale.dtype],
         0 if minimum is None else _NUMBERS[minimum.dtype],
         n,
         k,
-        groups,
+        k // len(scale) if is_four_bit else 0,
         *(None if part is None else part.data_ptr() for part in (values, scale, minimum, codebook)),
     )
     threads = torch.get_num_threads()
     if rows <= MAX_ROWS and out.is_contiguous() and (bias is None or bias.dtype == torch.float32):
-        whole = torch.nn.functional.pad(x, (0, -k % CODE_CHUNK)).contiguous()
+        padded = torch.nn.functional.pad(x, (0, -k % CODE_WORDS)) if k % CODE_WORDS else x
+        whole = padded.contiguous()
         address = None if bias is None else bias.data_ptr()
         run(weight, _Product(0, n, rows, whole.data_ptr(), address, out.data_ptr()), threads)
         return True
-    wide = torch.empty(min(n, max(1, WIDE_BYTES // (4 * k))), k)
+    wide = _scratch.wide
+    if len(wide) < _BLOCK * k:
+        wide = torch.empty(_BLOCK * k)
+    wide = wide[: len(wide) // (_BLOCK * k) * _BLOCK * k].view(-1, k)
     for begin in range(0, n, len(wide)):
         end = min(begin + len(wide), n)
         run(weight, _Product(begin, end, 0, None, None, wide.data_ptr()), threads)
@@ -93,8 +111,26 @@ def packed_linear(
     return True
 
 
+def prepare() -> None:
+    """Start to compile, so that the first product need not wait for it."""
+    threading.Thread(target=_native, name="hearth-products", daemon=True).start()
+
+
+def is_missing() -> bool:
+    """Whether products are known to take the references, for want of a compiler."""
+    return _compiled.cache_info().currsize > 0 and _compiled() is None
+
+
+Run = Callable[[_Weight, _Product, int], None]
+
+
+def _native() -> Run | None:
+    with _compiling:
+        return _compiled()
+
+
 @cache
-def _native() -> Callable[[_Weight, _Product, int], None] | None:
+def _compiled() -> Run | None:
     """Return the function in C; None, logged once, where it cannot be had."""
     try:
         run = native_library(Path(__file__).with_suffix(".c"), flags=_FLAGS).hearth_packed_product

@@ -12,6 +12,7 @@ from hearth.core.messages import DeviceResidency, ModelUse, PipelineUse, Pong
 from hearth.core.types import Hold, ModelId
 from hearth.engine.assemble import prompt_kernel_of
 from hearth.engine.runner import Runner
+from hearth.kernels import packed_products
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.memory.pool import Holding
@@ -73,6 +74,7 @@ class Reports:
             fallbacks={
                 **usage.fallbacks,
                 **{name: len(models) for name, models in self._fallback_models.items()},
+                "packed_products": int(packed_products.is_missing()),
                 "late_collections": LATE_COLLECTIONS.num,
                 "tables": self._models.reclaimer.num_spilled_tables,
                 "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,

@@ -32,6 +32,7 @@ FALLBACKS = {
     "kernels_loaded_while_serving": "from disk during a step",
     "late_collections": "of garbage during requests: the worker was never idle",
     "library_address": "worker whose library memory is at another address than planned",
+    "packed_products": "worker that multiplies quantised weights slowly on a CPU: no C compiler",
     "prompt_attention": "models whose prompts use the slower attention kernel",
     "snapshots_without_graphs": "worker that captures all graphs itself: see the log",
     "staging": "worker that pins host memory while a load waits: no C compiler",
