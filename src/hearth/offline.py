@@ -25,6 +25,7 @@ from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
 from hearth.engine.graph_capture import CaptureAhead
 from hearth.engine.kernel_warmup import KernelWarmup
+from hearth.kernels import packed_products
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache
@@ -261,6 +262,8 @@ class _OfflineKernels:
     def __init__(self, spec: ModelSpec, quant: str, path: Path, device: torch.device) -> None:
         """Have the model's kernels loaded, or start to compile those that are missing."""
         self._compiling: threading.Thread | None = None
+        if device.type == "cpu" and quant != "none":
+            packed_products.prepare()
         if device.type != "cuda" or not HAS_TRITON:
             return
         COMPILATIONS.watch()
