@@ -35,7 +35,7 @@ from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes, StepShape
-from hearth.kernels import prefill_hopper
+from hearth.kernels import packed_products, prefill_hopper
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
@@ -194,6 +194,17 @@ def test_models_whose_products_of_eight_bits_lack_scratch_are_told_of_and_counte
 
     assert bench.gateway.ping().fallbacks["eight_bit_products"] == 3
     assert sum("fallback eight_bit_products=" in line for line in caplog.messages) == 1
+
+
+def test_a_worker_without_the_c_code_for_packed_weights_is_counted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.gateway.ping().fallbacks["packed_products"] == 0
+
+    monkeypatch.setattr(packed_products, "is_missing", lambda: True)
+
+    assert bench.gateway.ping().fallbacks["packed_products"] == 1
+    assert "packed_products" in FALLBACKS, "by which `hearth doctor` names it"
 
 
 def test_weights_that_are_on_their_way_have_memory_but_are_not_there_yet(bench: Bench, model: Path) -> None:
