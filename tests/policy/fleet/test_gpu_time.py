@@ -51,7 +51,8 @@ def test_requests_share_the_time_of_their_model_and_models_that_of_their_device(
     step(fleet, RequestArrived(2.0, RequestId("r2"), B, 5, 5, key="l"))
     for number in range(3):
         step(fleet, RequestFinished(6.0, RequestId(f"r{number}"), 5))
-    assert fleet.gpu_time.by_key == {"k": pytest.approx(2.0 + 1.0), "l": pytest.approx(1.0 + 2.0)}
+    assert fleet.gpu_time.take_by_key() == {"k": pytest.approx(2.0 + 1.0), "l": pytest.approx(1.0 + 2.0)}
+    assert fleet.gpu_time.take_by_key() == {}, "a key that was removed is not kept"
     assert fleet.gpu_time.model(A, 6.0).held_s == pytest.approx(4.0)
     assert fleet.gpu_time.model(B, 6.0).held_s == pytest.approx(2.0)
 

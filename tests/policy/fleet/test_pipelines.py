@@ -187,6 +187,14 @@ def test_layers_are_shared_out_by_the_times_of_the_last_pipeline() -> None:
     assert layers(desk.ask("r2", "large")) == {"w1": (0, 7), "w3": (7, 12)}
 
 
+def test_times_of_stages_are_forgotten_with_the_bytes_that_took_them() -> None:
+    desk = serving(joined("w1", "w2"))
+    desk.finish("r1")
+    desk._step(StagesMeasured(0.0, WorkerId("w1"), ModelId("large"), (6.0, 8.0)))
+    desk.deploy(staged("large", num_layers=12, digest="other"))
+    assert layers(desk.ask("r2", "large")) == {"w1": (0, 6), "w2": (6, 12)}
+
+
 def test_fewer_stages_come_before_one_node() -> None:
     desk = joined("a/w1", "b/w1")
     for worker in ("c/w1", "c/w2", "c/w3", "c/w4"):

@@ -16,9 +16,8 @@ class Charges:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._charged_s = -PERIOD_S
-        #: What was charged for models and keys. A model that was removed begins anew.
+        #: What was charged for models. A model that was removed begins anew.
         self._models: dict[ModelId, tuple[ModelTime, float, float]] = {}
-        self._keys: dict[str, float] = {}
 
     def charge(self, time: GpuTime, now_s: float) -> None:
         if now_s < self._charged_s + PERIOD_S:
@@ -33,9 +32,9 @@ class Charges:
                 series.device_s += model.held_s - held_s
                 series.idle_s += model.idle_s - idle_s
             self._models[name] = model, model.held_s, model.idle_s
-        for key, seconds in time.by_key.items():
-            if key is not None and (more_s := seconds - self._keys.get(key, 0.0)):
-                self._keys[key], label = seconds, self._metrics.key_label(key)
-                self._metrics.key_device_s.labels(label).inc(more_s)
-                if (cost := cost_of(more_s, self._metrics.device_hour_price)) is not None:
+        for key, seconds in time.take_by_key().items():
+            if key is not None:
+                label = self._metrics.key_label(key)
+                self._metrics.key_device_s.labels(label).inc(seconds)
+                if (cost := cost_of(seconds, self._metrics.device_hour_price)) is not None:
                     self._metrics.key_cost.labels(label).inc(cost)

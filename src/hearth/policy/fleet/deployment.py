@@ -33,6 +33,7 @@ def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
     if is_same:
         fleet.reindex_model(model)
         return []
+    fleet.estimates.head_layers.pop(model.name, None)  # of other bytes, or of other devices
     actions: list[Action] = [
         reject(fleet, request, RejectReason.MODEL_REMOVED, why_not)
         for request in list(model.waiting.values())

@@ -58,7 +58,7 @@ class GpuTime:
 
     def __init__(self) -> None:
         self.by_model: dict[ModelId, ModelTime] = {}
-        #: By API key, or tenant of a trace; None: requests without one. Idle time is of no key.
+        #: By API key, or tenant of a trace, since `take_by_key`; None: of requests without one.
         self.by_key: dict[str | None, float] = {}
         self.most = 0  #: devices held at a time
         #: How long devices taken of late had been free. The one freed last is taken; inf: none was.
@@ -119,6 +119,10 @@ class GpuTime:
         time, begun_s = self.model(model_of(request.model.name), now_s), self._begun.pop(request.request_id)
         time.num_running -= 1
         self.by_key[request.key] = self.by_key.get(request.key, 0.0) + time.per_request_s - begun_s
+
+    def take_by_key(self) -> dict[str | None, float]:
+        taken, self.by_key = self.by_key, {}
+        return taken
 
     def forget(self, name: ModelId) -> None:
         """Forget a model that was removed, unless it still holds a device or has a request."""
