@@ -19,8 +19,9 @@ from hearth import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    async_llm,
+    question,
 )
-from hearth import llm as llm_module
 from hearth.core.config import EngineConfig
 from hearth.core.errors import BadPrompt, EngineFailed, UnknownModel
 from hearth.core.types import FinishReason
@@ -99,12 +100,12 @@ def test_a_wake_without_a_message_is_no_output(
     engine: AsyncLLM, kind: RequestOutputKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal of a step may come after its message was read with that of the step before."""
-    received, wakes = llm_module._AwaitedOutbox.received, iter([True])
+    received, wakes = async_llm._AwaitedOutbox.received, iter([True])
 
-    async def woken(outbox: llm_module._AwaitedOutbox) -> list[StepOutputs | RequestFailed]:
+    async def woken(outbox: async_llm._AwaitedOutbox) -> list[StepOutputs | RequestFailed]:
         return [] if next(wakes, False) else await received(outbox)
 
-    monkeypatch.setattr(llm_module._AwaitedOutbox, "received", woken)
+    monkeypatch.setattr(async_llm._AwaitedOutbox, "received", woken)
     (told,) = asyncio.run(asked_together(engine, ["warm"], replace(TEN, output_kind=kind)))
 
     assert {len(output.outputs) for output in told} == {1}
@@ -113,7 +114,7 @@ def test_a_wake_without_a_message_is_no_output(
 
 def test_logprobs_of_a_prompt_are_named_once(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     named = Mock(wraps=logprobs_by_token)
-    monkeypatch.setattr(llm_module, "logprobs_by_token", named)
+    monkeypatch.setattr(question, "logprobs_by_token", named)
     params = replace(TEN, logprobs=None, prompt_logprobs=1)
 
     (told,) = asyncio.run(asked_together(engine, ["warm"], params))
@@ -203,15 +204,15 @@ def test_an_aborted_final_output_has_the_text_of_all_its_tokens(
     engine: AsyncLLM, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several = replace(TEN, n=3, max_tokens=None, stop=stop, output_kind=RequestOutputKind.FINAL_ONLY)
-    received = llm_module._AwaitedOutbox.received
+    received = async_llm._AwaitedOutbox.received
 
-    async def aborted(outbox: llm_module._AwaitedOutbox) -> list[StepOutputs | RequestFailed]:
+    async def aborted(outbox: async_llm._AwaitedOutbox) -> list[StepOutputs | RequestFailed]:
         messages = await received(outbox)
         if messages:
             await engine.abort("q0")
         return messages
 
-    monkeypatch.setattr(llm_module._AwaitedOutbox, "received", aborted)
+    monkeypatch.setattr(async_llm._AwaitedOutbox, "received", aborted)
     ((output,),) = asyncio.run(asked_together(engine, ["warm"], several))
 
     for answer in output.outputs:

@@ -57,8 +57,8 @@ from hearth.core.types import FinishReason
 from hearth.engine.engine import StepOutcome, StepOutputs
 from hearth.engine.loop import Outbox, StepLoop
 from hearth.inputs import Prompt
-from hearth.llm import Delta
 from hearth.offline import find_model
+from hearth.outputs import Delta
 from hearth.policy.batch.plan import EngineRequest
 from hearth.store.format.convert import convert
 from hearth.system import garbage

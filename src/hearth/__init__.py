@@ -12,7 +12,8 @@ from hearth.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOu
 from hearth.system.cpus import wait_policy
 
 if TYPE_CHECKING:
-    from hearth.llm import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
+    from hearth.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
+    from hearth.llm import LLM
 
 __all__ = [
     "LLM",
@@ -37,8 +38,12 @@ os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else each process leaves a m
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine"):
-        from hearth import llm
+    if name == "LLM":
+        from hearth.llm import LLM
 
-        return getattr(llm, name)
+        return LLM
+    if name in ("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine"):
+        from hearth import async_llm
+
+        return getattr(async_llm, name)
     raise AttributeError(f"module `hearth` has no attribute `{name}`")

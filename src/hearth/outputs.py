@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hearth.core.types import FinishReason, TokenLogprob
+from hearth.core.types import FinishReason, TokenLogprob, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,16 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None  #: of each token: itself first, then the most likely ones
     finish_reason: FinishReason | None  #: None: more follows
     stop_reason: str | int | None = None  #: the stop string or stop token; None: the model's end token
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The text and tokens that one step adds to an answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] | None
 
 
 @dataclass(frozen=True, slots=True)

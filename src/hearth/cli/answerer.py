@@ -32,7 +32,8 @@ from hearth.core.errors import ConfigError
 from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
-    from hearth.llm import LLM, Delta
+    from hearth.llm import LLM
+    from hearth.outputs import Delta
     from hearth.store.transfer.record import LoadRecord
     from hearth.text.chat_template import Message
 
