@@ -43,7 +43,7 @@ from bench.turns.simulated import (
 from bench.turns.table import Judged, Line, document, judge, measured_lines
 from bench.turns.workload import load_trace, questions, warm_batches
 from hearth.control.datadir import DataDir
-from hearth.sim.arrivals import Lengths
+from hearth.sim.arrivals import Lengths, RequestLength
 from hearth.sim.profile import Profile
 from hearth.sim.traces import Trace
 
@@ -213,7 +213,8 @@ class Simulation:
 
     def lines(self) -> Iterator[Line]:
         """Yield what else the simulator is asked for."""
-        lengths = Lengths.of(self.trace)
+        asked = self.trace.requests
+        lengths = Lengths(tuple(RequestLength(one.num_input_tokens, one.num_output_tokens) for one in asked))
         others = {
             "speeds": fastest(self.simulator, self.trace),
             "models": curve_lines(H200_CURVE, lengths, self.cutoff_s, self.profile),

@@ -48,8 +48,8 @@ class StepShape:
         object.__setattr__(self, "keys", tuple(keys if self.has_tail else keys[:1]))
 
     @staticmethod
-    def decode(num_rows: int, *, has_adapters: bool = False, has_tail: bool = True) -> StepShape:
-        return StepShape(False, num_rows, num_rows, has_adapters, has_tail)
+    def decode(num_rows: int, *, has_tail: bool = True) -> StepShape:
+        return StepShape(False, num_rows, num_rows, has_tail=has_tail)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,13 +137,13 @@ class KernelCache:
         finally:
             os.close(lock)
 
-    def prune(self, now_s: float | None = None) -> int:
+    def prune(self) -> int:
         """Remove what was not used for `MAX_IDLE_S`, and return how much. A directory that the user has set
         for Triton is left alone: other programs may share it.
         """
         if os.environ.get(_TRITONS_VARIABLE):
             return 0
-        idle_since_s = (time.time() if now_s is None else now_s) - MAX_IDLE_S
+        idle_since_s = time.time() - MAX_IDLE_S
         num_removed = 0
         for path in (*self.path.iterdir(), *(self.path / _LISTS).iterdir()):
             if path.name == _LISTS:

@@ -33,12 +33,6 @@ class Lengths:
     def fixed(num_input_tokens: int, num_output_tokens: int) -> Lengths:
         return Lengths((RequestLength(num_input_tokens, num_output_tokens),))
 
-    @staticmethod
-    def of(trace: Trace) -> Lengths:
-        return Lengths(
-            tuple(RequestLength(one.num_input_tokens, one.num_output_tokens) for one in trace.requests)
-        )
-
     def draw(self, chooser: Random) -> RequestLength:
         return chooser.choice(self.choices)
 

@@ -32,10 +32,6 @@ class DeviceWeights:
         return self._bytes_by_num[self.num_units]
 
     @property
-    def total_bytes(self) -> int:
-        return self._bytes_by_num[-1]
-
-    @property
     def tail(self) -> tuple[int, ...]:
         return self.units[: self.num_units][::-1]
 

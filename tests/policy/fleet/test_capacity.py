@@ -156,7 +156,8 @@ def test_whether_a_model_fits_is_found_without_looking_at_every_worker(
         found = [
             name
             for index, footprint in capacity.find_suited(profile)
-            for name in index.find_fitting(footprint, most)
+            for name in index.rank_fitting(footprint, most, roomiest_first=False)
+            if index.promises[name].has_room(footprint, most)
         ]
         assert set(found) == find_possible(most)
         assert len(found) == len(set(found))

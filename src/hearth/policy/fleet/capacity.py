@@ -196,20 +196,13 @@ class CapacityIndex:
         for ranking in (*self.rankings, self.open, self.drainable):
             ranking.drop(name)
 
-    def find_fitting(
-        self, footprint: Footprint, most: Hold | None, *, roomiest_first: bool = False
-    ) -> Iterator[WorkerId]:
-        """Return workers with room for a model without replicas of a hold up to `most`; None: with all.
-
-        Not to be continued after a change.
-        """
-        names = self.rank_fitting(footprint, most, roomiest_first=roomiest_first)
-        return (name for name in names if self.promises[name].has_room(footprint, most))
-
     def rank_fitting(
         self, footprint: Footprint, most: Hold | None, *, roomiest_first: bool
     ) -> Iterator[WorkerId]:
-        """Return what `find_fitting` does, and workers that lack only the workspace."""
+        """Return workers with room for a model without replicas of a hold up to `most`; None: with all.
+
+        Some may lack the workspace. Not to be continued after a change.
+        """
         ranking, own_bytes = self.without[most], footprint.promise.own_bytes
         return ranking.down_to_rank(own_bytes) if roomiest_first else ranking.from_rank(own_bytes)
 
@@ -290,6 +283,7 @@ class FleetCapacity:
                 return True
             if most_bytes < footprint.promise.own_bytes:
                 continue
-            if next(index.find_fitting(footprint, most, roomiest_first=True), None) is not None:
+            names = index.rank_fitting(footprint, most, roomiest_first=True)
+            if any(index.promises[name].has_room(footprint, most) for name in names):
                 return True
         return False

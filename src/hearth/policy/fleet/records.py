@@ -194,10 +194,6 @@ class Model:
         return len(self.waiting) + sum(len(replica.running) for replica in self.replicas.values())
 
     @property
-    def num_running(self) -> int:
-        return sum(len(replica.running) for replica in self.usable.values())
-
-    @property
     def first_waiting(self) -> Request | None:
         for request in self.waiting.values():
             return request
