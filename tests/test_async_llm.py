@@ -70,9 +70,10 @@ async def asked_together(
 
 def test_outputs_grow_into_the_answers_of_generate(llm: LLM, engine: AsyncLLM) -> None:
     prompts = ["warm", "cold", "lukewarm"]
-    wanted = llm.generate(prompts, TEN)
+    params = replace(TEN, logprobs=None)  # whose last digits depend on which requests share a step
+    wanted = llm.generate(prompts, params)
 
-    told = asyncio.run(asked_together(engine, prompts, TEN))
+    told = asyncio.run(asked_together(engine, prompts, params))
 
     for at, (outputs, answer) in enumerate(zip(told, wanted, strict=True)):
         assert outputs[-1] == answer
