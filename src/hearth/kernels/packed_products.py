@@ -22,8 +22,8 @@ from hearth.system.native_code import native_library, remedy_for
 
 #: Up to so many rows the weight is not widened into memory.
 MAX_ROWS = 64
-#: Weights that are widened at a time: more leave the caches, and the library is slow for fewer outputs.
-WIDE_BYTES = 2 << 20
+#: Weights that are widened at a time: the library is slow for few outputs, and threads meet after each piece.
+WIDE_BYTES = 8 << 20
 #: Outputs that the C code takes at a time.
 _BLOCK = 16
 _FLAGS = ("-O3", "-march=native")
