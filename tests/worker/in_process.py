@@ -28,6 +28,8 @@ from hearth.core.messages import (
     ForgetAdapter,
     HoldModel,
     HostingFailed,
+    KvMove,
+    KvMoved,
     ModelLoaded,
     ModelPressure,
     ModelTurn,
@@ -72,6 +74,7 @@ class Answer:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     is_ended: bool = False
     num_admissions: int = 0
+    num_cached_tokens: int = 0  #: when it was admitted last
 
 
 @dataclass(slots=True)
@@ -86,6 +89,7 @@ class LoopGateway:
     answers: dict[int, Answer] = field(default_factory=dict)
     loads: list[ModelLoaded] = field(default_factory=list)
     adapter_loads: list[AdapterLoaded] = field(default_factory=list)
+    kv_moves: dict[int, KvMoved] = field(default_factory=dict)  #: by run
     turns: list[ModelTurn] = field(default_factory=list)
     pressure: list[ModelPressure] = field(default_factory=list)
     #: With the number of their stay; those that were retired or dropped in their turn included.
@@ -122,10 +126,13 @@ class LoopGateway:
                 self.answers[run].is_ended = True
             for one in fact.admitted:
                 self.answers[one.run].num_admissions += 1
+                self.answers[one.run].num_cached_tokens = one.num_cached_tokens
         elif isinstance(fact, ModelLoaded):
             self.loads.append(fact)
         elif isinstance(fact, AdapterLoaded):
             self.adapter_loads.append(fact)
+        elif isinstance(fact, KvMoved):
+            self.kv_moves[fact.run] = fact
         return fact
 
     def _next_fact(self) -> Fact:
@@ -191,13 +198,23 @@ class LoopGateway:
         guide: GuideSpec | None = None,
         adapter: AdapterOrder | None = None,
         output: Sequence[int] = (),
+        kv: KvMove | None = None,
+        salt: bytes = b"",
     ) -> int:
         """`output`: tokens that the request has got before it came here."""
         run = next(self._runs)
         self.answers[run] = Answer()
         self.inbox.put(
             StartRequest(
-                run, ModelId(name), tuple(prompt), tuple(output), sampling, b"", guide, adapter=adapter
+                run,
+                ModelId(name),
+                tuple(prompt),
+                tuple(output),
+                sampling,
+                salt,
+                guide,
+                adapter=adapter,
+                kv=kv,
             )
         )
         return run

@@ -69,7 +69,7 @@ class Workers:
         beacons: Sequence[Beacon],
     ) -> None:
         """`connections`: the last one to each worker, at the end that opened it."""
-        self._names, self.gateways, self.connections = names, gateways, connections
+        self.names, self.gateways, self.connections = names, gateways, connections
         self.beacons = beacons
 
     def host(
@@ -88,7 +88,7 @@ class Workers:
         ends = [0, *cuts, read_manifest(where).arch.num_layers]
         members = tuple(
             Member(worker, *layers)
-            for worker, layers in zip(self._names, itertools.pairwise(ends), strict=False)
+            for worker, layers in zip(self.names, itertools.pairwise(ends), strict=False)
         )
         pipeline = Pipeline(f"{name}-{next(_numbers)}", members, num_blocks)
         for number in reversed(range(len(members))):

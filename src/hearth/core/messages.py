@@ -4,8 +4,8 @@
     (connects)                                Challenge
     WorkerHello, with a proof of the secret   Welcome, with the gateway's own proof; or the connection ends
     StepDone, one per step, ...               PrepareModel, HostModel, RetireModel, DropModel, HoldModel,
-                                              ForgetAdapter, MakeSnapshot, StartRequest, CancelRequest, Ping,
-                                              Shutdown
+                                              ForgetAdapter, MakeSnapshot, StartRequest, SendKv,
+                                              CancelRequest, Ping, Shutdown
 
 Both directions are ordered, and a worker carries out orders one after the other: memory of a model that is
 retired first is available to the model that is hosted next. The gateway never promises hosted models more
@@ -42,7 +42,7 @@ from hearth.core.types import (
 
 #: The version that gateway and worker must share, and the members of a pipeline. Raise it with every change
 #: of this file or of `engine/stage_messages.py`.
-VERSION = 20
+VERSION = 21
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -240,6 +240,14 @@ class ForgetAdapter(Struct, frozen=True, tag=True):
     adapter: AdapterId
 
 
+class KvMove(Struct, frozen=True):
+    """KV of a request that the members of a pipeline send to the worker that goes on with the request."""
+
+    run: int  #: of the request in the pipeline
+    senders: tuple[WorkerId, ...]  #: which have all layers together
+    wait_s: float  #: what has not come by then is computed again
+
+
 class StartRequest(Struct, frozen=True, tag=True):
     """Run a request, from its prompt or from where a lost worker left it."""
 
@@ -254,11 +262,20 @@ class StartRequest(Struct, frozen=True, tag=True):
     age_s: float = 0.0  #: how long ago the request arrived at the gateway
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
     adapter: AdapterOrder | None = None  #: None: the bare model
+    kv: KvMove | None = None  #: that comes from where it ran before; None: none does
 
     def __repr__(self) -> str:
         """Leave out the salt and the user's text: a repr may be logged."""
         num_prompt_tokens, num_output_tokens = len(self.prompt), len(self.output)
         return f"<StartRequest run={self.run} model={self.model} {num_prompt_tokens=} {num_output_tokens=}>"
+
+
+class SendKv(Struct, frozen=True, tag=True):
+    """Have all members of a pipeline send the KV of a request, which is cancelled next, to a worker."""
+
+    model: ModelId
+    run: int
+    target: WorkerId
 
 
 class CancelRequest(Struct, frozen=True, tag=True):
@@ -307,6 +324,16 @@ class RunFailed(Struct, frozen=True, tag=True):
     run: int
     label: str
     reason: str
+
+
+class KvMoved(Struct, frozen=True, tag=True):
+    """The KV of a run has come, or did not come in time. The run starts with what there is."""
+
+    run: int
+    num_tokens: int  #: that need not be computed again
+    num_bytes: int
+    seconds: float  #: since the run came to the worker
+    is_on_node: bool  #: all senders are on the worker's node
 
 
 class LoadProgress(Struct, frozen=True, tag=True):
@@ -520,6 +547,7 @@ Order = (
     | ForgetAdapter
     | MakeSnapshot
     | StartRequest
+    | SendKv
     | CancelRequest
     | Ping
     | Shutdown
@@ -528,6 +556,7 @@ Fact = (
     WorkerHello
     | StepDone
     | RunFailed
+    | KvMoved
     | LoadProgress
     | ModelLoaded
     | AdapterLoaded

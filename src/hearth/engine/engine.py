@@ -25,6 +25,7 @@ from hearth.engine.runner import Runner
 from hearth.engine.step_times import StepSamples, StepTimer
 from hearth.models.adapter import AdapterLayout
 from hearth.policy.batch.batcher import Batcher
+from hearth.policy.batch.digest_chain import DigestChain
 from hearth.policy.batch.elastic import Elastic
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, RequestFailed, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
@@ -264,6 +265,18 @@ class Engine:
         self.runner.copy_blocks(moves)
         self.runner.remove_blocks(extent)
         return True
+
+    def cache_prefix(self, chain: DigestChain, num_blocks: int, parts: Mapping[range, torch.Tensor]) -> int:
+        """Take KV that other workers have computed into the prefix cache; return how many tokens it has then.
+
+        `parts` (uint8) has a row for each of `num_blocks`, by layers, which are all of the model.
+        """
+        self.runner.settle()
+        self._undo_ahead()
+        num_known, added = self.batcher.cache_prefix(chain, num_blocks)
+        for layers, content in parts.items():
+            self.runner.write_blocks(added, layers, content[num_known:])
+        return (num_known + len(added)) * chain.block_tokens
 
     def step(self) -> StepOutcome:
         """Launch the next step, then wait for the oldest one and commit its tokens, if that is another.

@@ -241,11 +241,12 @@ class BlockMap:
         self._own_by_first.clear()
 
     def plan(self, plan: StepPlan) -> StepPlan:
-        writes, own = plan.table_writes, self._own_by_first
-        mapped = TableWrites(
-            writes.slots, writes.begins, writes.counts, [own[first] for first in writes.blocks]
-        )
+        writes = plan.table_writes
+        mapped = TableWrites(writes.slots, writes.begins, writes.counts, self.own(writes.blocks))
         return replace(plan, table_writes=mapped)
+
+    def own(self, blocks: Sequence[int]) -> list[int]:
+        return [self._own_by_first[first] for first in blocks]
 
     def moves(self, moves: Sequence[BlockMove]) -> list[BlockMove]:
         own = self._own_by_first
@@ -266,6 +267,7 @@ class LaterStage:
     def __init__(self, runner: Runner, following: NextStage | None, blocks: BlockMap) -> None:
         """`following`: None for the last stage."""
         self._runner, self._following, self._blocks = runner, following, blocks
+        self.own_blocks = blocks.own
         self._clock = StageClock(runner.layers.kv.device)
         self._prepared: _OwnStep | None = None
 

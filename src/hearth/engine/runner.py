@@ -282,6 +282,33 @@ class Runner:
             kv.index_copy_(0, targets[piece], kv.index_select(0, sources[piece]))
 
     @torch.inference_mode()
+    def read_blocks(self, blocks: Sequence[int]) -> list[PendingCopy]:
+        """Queue copies of this stage's KV in blocks to host memory, behind all launched steps."""
+        self._end = None
+        self.settle()
+        kv, copies = self.layers.stage_kv, list[PendingCopy]()
+        num_at_once = max(1, _COPY_BYTES // kv[0].nbytes)
+        for first in range(0, len(blocks), num_at_once):
+            (numbers,) = self._uploads.ints(blocks[first : first + num_at_once])
+            piece = kv.index_select(0, numbers)
+            host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda)
+            copies.append(PendingCopy(piece, host))
+        return copies
+
+    @torch.inference_mode()
+    def write_blocks(self, blocks: Sequence[int], layers: range, content: torch.Tensor) -> None:
+        """Queue writes of some layers of blocks, of which no launched step knows. `content` (uint8): rows."""
+        self._end = None
+        self.settle()
+        kv = self.layers.stage_kv[:, layers.start : layers.stop]
+        num_at_once = max(1, _COPY_BYTES // kv[0].nbytes)
+        for first in range(0, len(blocks), num_at_once):
+            piece = slice(first, first + num_at_once)
+            (numbers,) = self._uploads.ints(blocks[piece])
+            rows = content[piece].view(kv.dtype).view(-1, *kv.shape[1:])
+            kv.index_copy_(0, numbers, rows.to(kv.device, non_blocking=True))
+
+    @torch.inference_mode()
     def move_blocks(self, moves: Sequence[BlockMove]) -> None:
         """Copy blocks, and change block tables accordingly, which no plan does for these moves."""
         if moves:

@@ -2,7 +2,7 @@
 
 Every message names its pipeline, by a name that is never used again. The hidden states of a step travel
 beside its message. `worker/stage_adapters.py` tells what the messages about adapters do, and
-`policy/memory/stage_kv.py` those about KV.
+`policy/memory/stage_kv.py` those about memory for KV.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from hearth.core.messages import AdapterOrder
+from hearth.core.types import WorkerId
 from hearth.engine.pending_step import StepResult
 from hearth.engine.sampling_tables import is_penalised
 from hearth.policy.batch.blocks import BlockMove
@@ -98,6 +99,15 @@ class StageKvReturn(msgspec.Struct, frozen=True, tag=True):
     is_promised: bool  #: to another model, so that requests of this one give way
 
 
+class StageKvSend(msgspec.Struct, frozen=True, tag=True):
+    """Each member sends its layers of these blocks to another worker: see `worker/kv_moves.py`."""
+
+    pipeline: str
+    run: int  #: whose KV it is
+    blocks: tuple[int, ...]  #: of the first stage
+    target: WorkerId
+
+
 class StageResult(msgspec.Struct, frozen=True, tag=True):
     pipeline: str
     number: int  #: of the step
@@ -113,8 +123,8 @@ AdapterMessage = StageAdapter | AdapterAnswer | StageAdapterEnded
 KvAnswer = StageKvGrowth | StageKvReturn
 KvMessage = KvAnswer | StageKvKept
 #: What members tell each other beside steps, and those of it that have their place among the steps.
-MemberMessage = AdapterMessage | KvMessage
-OrderedMessage = StageAdapterEnded | StageKvGrowth | StageKvKept
+MemberMessage = AdapterMessage | KvMessage | StageKvSend
+OrderedMessage = StageAdapterEnded | StageKvGrowth | StageKvKept | StageKvSend
 StageMessage = StageWork | MemberMessage
 MemberAnswer = AdapterAnswer | KvAnswer
 StageAnswer = StageResult | MemberAnswer

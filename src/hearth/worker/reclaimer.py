@@ -250,6 +250,12 @@ class Reclaimer:
             case _:
                 member.tell(message)
 
+    def make_kv_room(self, model: ModelId, num_blocks: int) -> None:
+        """Have so many blocks available for a request that starts next, if there is memory for them."""
+        num_lacking = num_blocks - self._books.kv_of(model).num_available
+        if num_lacking > 0:
+            self._run(self.policy.take(model, num_lacking, num_lacking, is_promised=False))
+
     def _take(self, model: ModelId, num_blocks: int, needed_blocks: int) -> None:
         own_blocks = self._books.kv_of(model).num_blocks
         if num_blocks > own_blocks:

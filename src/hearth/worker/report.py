@@ -123,7 +123,7 @@ class Reports:
             use,
             hold=hosted.effective_hold,
             is_hosted=True,
-            num_waiting=len(hosted.pending.queued) + len(hosted.pending.held),
+            num_waiting=sum(map(len, (hosted.pending.queued, hosted.pending.arriving, hosted.pending.held))),
             coming_bytes=_coming_bytes(holding, hosted),
             is_in_turn=self._models.turns.is_in_turn(model),
             due_s=self._models.turns.due_in_s(model),

@@ -19,6 +19,7 @@ from hearth.worker.background import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import Incomplete
+from hearth.worker.kv_moves import KvArrived, KvMoves
 from hearth.worker.stage_adapters import StageAdapters
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Runs:
         self,
         models: HostedModels,
         stage_adapters: StageAdapters,
+        kv_moves: KvMoves,
         first_tokens: FirstTokens,
         load: Callable[[HostedModel], None],
         post: Callable[[CheckedRequest], None],
@@ -58,6 +60,7 @@ class Runs:
         """`load` loads what a model lacks, in its turn. `post` is called by another thread."""
         self._models, self._hosted = models, models.hosted
         self._turns, self._adapters, self._stage_adapters = models.turns, models.adapters, stage_adapters
+        self._kv_moves = kv_moves
         self._load, self._post, self._send = load, post, send
         self._runs: dict[int, _Run] = {}
         self._first_tokens = first_tokens
@@ -84,10 +87,26 @@ class Runs:
             self._adapters.asked(order.adapter, order.run, order.model, now_s - order.age_s)
         if (load := hosted.load_under_way) is not None:
             load.expect(order)
-        if hosted.takes_requests:
-            self._begin(order, hosted)
-        else:
+        if not hosted.takes_requests:
             hosted.pending.queued.append(order)
+        elif self._kv_moves.expect(order, hosted):
+            hosted.pending.arriving[order.run] = order
+        else:
+            self._begin(order, hosted)
+
+    def take_kv(self, arrived: KvArrived, hosted: HostedModel) -> None:
+        """Start a request that has waited for its KV, unless it has ended.
+
+        Raises ModelBroke if a model breaks by it: drop that one and take the same KV again.
+        """
+        order = hosted.pending.arriving.get(arrived.run)
+        if order is None:
+            return
+        if hosted.takes_requests:
+            self._send(self._kv_moves.take(hosted, order, arrived))
+        del hosted.pending.arriving[arrived.run]
+        hosted.pending.queued.append(order)
+        self.begin_queued(hosted)
 
     def want_turn(self, order: StartRequest) -> None:
         self._turns.arrived(order, time.perf_counter() - self._runs[order.run].since_s)

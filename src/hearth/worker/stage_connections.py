@@ -130,12 +130,21 @@ class StageConnections:
             ) from error
         return connection
 
-    def claim(self, hello: StageHello, sender: WorkerId, is_given_up: Callable[[], bool]) -> Arrival | None:
-        """Wait for the connection of another member; None: it was given up, of which `forget` tells."""
+    def claim(
+        self,
+        hello: StageHello,
+        sender: WorkerId,
+        is_given_up: Callable[[], bool],
+        look_s: float | None = None,
+    ) -> Arrival | None:
+        """Wait for the connection of another worker; None: it was given up.
+
+        `forget` tells of that, and it is asked again every `look_s`.
+        """
         key = _key(hello, node_of(sender))
         with self._changed:
             while (arrival := self._arrivals.pop(key, None)) is None and not is_given_up():
-                self._changed.wait()
+                self._changed.wait(look_s)
         return arrival
 
     def forget(self, pipeline: str) -> None:

@@ -137,7 +137,7 @@ class FrameSender:
             self._ended()
 
 
-class _Incoming:
+class Incoming:
     """Reads what comes over a connection. One thread calls it."""
 
     def __init__(self, connection: socket.socket, spin: Spin | None) -> None:
@@ -207,7 +207,7 @@ class StageOutlet:
 
     def _send(self, hidden: PendingCopy) -> None:
         landed = hidden.wait()
-        content = memoryview(b"") if self._places.is_shared else _bytes_of(landed)
+        content = memoryview(b"") if self._places.is_shared else bytes_of(landed)
         self._connection.sendall(_HEADER.pack(0, len(content)))
         if content:
             self._connection.sendall(content)
@@ -229,7 +229,7 @@ class StageInlet:
         self._connection, self._places = connection, places
         self._pipeline = pipeline
         self.num_dropped = 0  #: messages of another pipeline, and steps that came before
-        self._incoming = _Incoming(connection, spin)
+        self._incoming = Incoming(connection, spin)
         self._num_placed = 0
         self._last_step = -1  #: the highest number of a step that came
         self._announced: deque[_Announced] = deque()  #: without their hidden states, oldest first
@@ -307,7 +307,7 @@ class StageInlet:
         shut(self._connection)
 
     def _read_into(self, hidden: torch.Tensor, num_bytes: int) -> bool:
-        content = _bytes_of(hidden)
+        content = bytes_of(hidden)
         if len(content) != num_bytes:
             raise ServiceError(
                 f"a step of {len(hidden)} tokens came with {num_bytes} bytes: {len(content)} expected"
@@ -341,7 +341,7 @@ class StageLinks:
         self.max_flights = outlet.num_places
         self.place, self.announce, self.send = outlet.place, outlet.announce, outlet.send
         self._outlet, self._connection, self._arrived, self._told = outlet, results, arrived, told
-        self._incoming = _Incoming(results, spin)
+        self._incoming = Incoming(results, spin)
         self._results: SimpleQueue[StageResult | None] = SimpleQueue()
         self._is_lost = False  #: and every result was taken that had come before
         self._is_over = False
@@ -399,7 +399,7 @@ def _frame(body: bytes) -> bytes:
     return _HEADER.pack(len(body), 0) + body
 
 
-def _bytes_of(rows: torch.Tensor) -> memoryview:
+def bytes_of(rows: torch.Tensor) -> memoryview:
     return memoryview(rows.view(torch.uint8).numpy().reshape(-1))  # type: ignore[arg-type] # torch is typed so
 
 

@@ -248,6 +248,10 @@ class StageMember:
         assert self._stage is not None, f"blocks of a member without an engine: {self._pipeline}"
         self._stage.remove_blocks(extent)
 
+    def own_blocks(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Return the blocks of this member, by those of the first."""
+        return blocks if self._stage is None else self._stage.own_blocks(blocks)
+
     def take(self, news: StageArrived) -> None:
         if news.hidden is None:
             self._arrived.append(news.message)

@@ -152,11 +152,20 @@ class StageListener:
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
+def give_way(connection: socket.socket) -> None:
+    """Let what is sent here wait for activations."""
+    _classify(connection, 0, 0)
+
+
 def _prefer(connection: socket.socket) -> None:
+    _classify(connection, _LOW_LATENCY, _PRIORITY)
+
+
+def _classify(connection: socket.socket, traffic_class: int, priority: int) -> None:
     for level, option, value in (
-        (socket.IPPROTO_IP, socket.IP_TOS, _LOW_LATENCY),
-        (socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOW_LATENCY),
-        (socket.SOL_SOCKET, socket.SO_PRIORITY, _PRIORITY),  # last: the others change it
+        (socket.IPPROTO_IP, socket.IP_TOS, traffic_class),
+        (socket.IPPROTO_IPV6, socket.IPV6_TCLASS, traffic_class),
+        (socket.SOL_SOCKET, socket.SO_PRIORITY, priority),  # last: the others change it
     ):
         with suppress(OSError):  # of the other version of IP, or not permitted
             connection.setsockopt(level, option, value)

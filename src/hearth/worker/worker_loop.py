@@ -34,6 +34,7 @@ from hearth.core.messages import (
     PrepareModel,
     RetireModel,
     RunFailed,
+    SendKv,
     Shutdown,
     SnapshotLooked,
     StartRequest,
@@ -45,6 +46,7 @@ from hearth.engine.stage_messages import (
     MemberMessage,
     StageAdapterFailed,
     StageAdapterReady,
+    StageKvSend,
 )
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
 from hearth.system import garbage
@@ -55,6 +57,7 @@ from hearth.worker.failure import Failure, ModelBroke, blame, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import ServedModel
+from hearth.worker.kv_moves import KvArrived, KvMoves
 from hearth.worker.model_load import (
     EngineReady,
     FirstStepsUncaptured,
@@ -94,7 +97,7 @@ class NewsOfAdapter:
     news: AdapterNews
 
 
-Message = Order | ModelNews | NewsOfAdapter | CheckedRequest | SnapshotWritten
+Message = Order | ModelNews | NewsOfAdapter | CheckedRequest | SnapshotWritten | KvArrived
 Inbox = SpinningQueue[Message]
 
 
@@ -131,8 +134,15 @@ class WorkerLoop:
             post=inbox.put,
         )
         self._stage_adapters = StageAdapters(self._models)
+        self._kv_moves = KvMoves(self._models, resources.connections, inbox.put)
         self._runs = Runs(
-            self._models, self._stage_adapters, resources.first_tokens, self._load_in_turn, inbox.put, send
+            self._models,
+            self._stage_adapters,
+            self._kv_moves,
+            resources.first_tokens,
+            self._load_in_turn,
+            inbox.put,
+            send,
         )
         #: Models that may step, from the check to the step. Nothing else may hold a dropped engine.
         self._ready: dict[ModelId, ServedModel] = {}
@@ -275,6 +285,9 @@ class WorkerLoop:
                     self._send(refused)
             case StartRequest():
                 self._start(message)
+            case SendKv(model):
+                if (hosted := self._hosted.get(model)) is not None:
+                    self._try(model, partial(self._kv_moves.send_first, hosted, message))
             case CancelRequest(run):
                 self._runs.cancel(run)
             case Ping(number):
@@ -282,6 +295,8 @@ class WorkerLoop:
                 self._send(self._reports.pong(number))
             case CheckedRequest():
                 self._runs.take_checked(message)
+            case KvArrived():
+                self._take_kv(message)
             case ModelNews():
                 self._take_news(message)
             case NewsOfAdapter(adapter, news):
@@ -389,6 +404,16 @@ class WorkerLoop:
                 self._models.reclaimer.take_stage_kv(hosted, message)
             except Exception as error:  # it concerns one model, or `_fail` raises
                 self._fail(*blame(hosted.model, error))
+            else:
+                return
+
+    def _take_kv(self, arrived: KvArrived) -> None:
+        hosted = self._hosted.get(arrived.model)
+        while hosted is not None and self._hosted.get(arrived.model) is hosted:
+            try:
+                self._runs.take_kv(arrived, hosted)
+            except Exception as error:  # it concerns one model, or `_fail` raises
+                self._fail(*blame(arrived.model, error))
             else:
                 return
 
@@ -503,6 +528,9 @@ class WorkerLoop:
     def _take_told(self, hosted: HostedModel, message: MemberMessage) -> None:
         if isinstance(message, KvMessage):
             self._take_stage_kv(hosted, message)
+            return
+        if isinstance(message, StageKvSend):
+            self._try(hosted.model, partial(self._kv_moves.send, hosted, message))
             return
         if hosted.later_stage is not None:
             self._stage_adapters.take(hosted, message)

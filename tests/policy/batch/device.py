@@ -19,6 +19,7 @@ from hearth.core.types import AdapterId, FinishReason, Pooling, RequestId, Sampl
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.digest_chain import DigestChain
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, Row, StepPlan
 from hearth.policy.batch.sequence import LiveSequence
 
@@ -388,6 +389,25 @@ class Loop:
         guide = request.guide.afresh(so_far) if isinstance(request.guide, Alternating) else None
         self.cancel(request_id)
         self.add(replace(request, request_id=new_id, output=so_far, guide=guide))
+
+    def computed(self, request_id: RequestId) -> list[Cell]:
+        """Return the KV that a request could take elsewhere."""
+        self.undo_ahead()
+        blocks, size = self.batcher.computed_blocks(request_id), range(self.batcher.blocks.block_tokens)
+        return [self.device.memory[block, offset] for block in blocks for offset in size]
+
+    def receive(self, request: EngineRequest, cells: Sequence[Cell]) -> int:
+        """Take in KV of a request that comes next; return how many tokens of it are known then."""
+        self.undo_ahead()
+        size = self.batcher.blocks.block_tokens
+        chain = DigestChain((*request.prompt, *request.output), size, request.salt, request.adapter)
+        num_blocks = min(len(cells), len(chain.tokens) - 1) // size
+        num_known, added = self.batcher.cache_prefix(chain, num_blocks)
+        for at, block in enumerate(added, start=num_known):
+            for offset in range(size):
+                self.device.memory[block, offset] = cells[at * size + offset]
+        self.batcher.check()
+        return (num_known + len(added)) * size
 
     def step(self) -> StepPlan | None:
         """One turn of the live loop: plan ahead, then commit what came before."""

@@ -55,10 +55,12 @@ from hearth.policy.batch.batch_kv import BatchKv
 from hearth.policy.batch.batch_limits import BatchLimits, RequestLimits
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.decode_run import DecodeRun, decode_run, last_step, skip_steps
+from hearth.policy.batch.digest_chain import DigestChain
 from hearth.policy.batch.late_books import LateBooks
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, StepPlan, TableWrites
 from hearth.policy.batch.plan_draft import NOTHING_DECODED, DecodedSequences, PlanDraft, PlannedStep
 from hearth.policy.batch.preemption import preempted_for_first
+from hearth.policy.batch.prefix import Publication
 from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.policy.batch.step_commit import StepCommit
 
@@ -129,6 +131,36 @@ class Batcher:
     def take_preempted(self) -> tuple[RequestId, ...]:
         """Return the requests that were preempted since the last call and have not ended."""
         return self._sequences.take_preempted()
+
+    # KV that moves to and from other workers.
+
+    def computed_blocks(self, request_id: RequestId) -> list[int]:
+        """Return the leading full blocks of a request whose KV is computed, or cached while it waits."""
+        self.settle()
+        if request_id not in self._sequences:
+            return []
+        sequence = self._sequences[request_id]
+        if sequence.slot is None:
+            return sequence.known_prefix(self.blocks.prefixes).blocks
+        num_blocks, num_tokens = sequence.num_confirmed, len(sequence.tokens)
+        if num_tokens > sequence.num_prefill:  # all but the last are computed
+            num_blocks = (num_tokens - 1) // self.blocks.block_tokens
+        return sequence.blocks[:num_blocks]
+
+    def cache_prefix(self, chain: DigestChain, num_blocks: int) -> tuple[int, list[int]]:
+        """Make up to `num_blocks` of a chain known, which the caller fills before the next step.
+
+        Returns how many were known before, and the blocks for those behind them.
+        """
+        self.settle()
+        blocks = self.blocks
+        known = blocks.prefixes.match(chain)[:num_blocks]
+        blocks.take(known)
+        added = blocks.allocate(min(num_blocks - len(known), blocks.num_available)) or []
+        if added:
+            blocks.publish([Publication(chain, len(known), known[-1] if known else None, added)])
+        blocks.release_all([[*known, *added]])
+        return len(known), added
 
     # Planning.
 
