@@ -21,11 +21,14 @@ from hearth.core.messages import (
     AdapterLoaded,
     AdapterOrder,
     Admitted,
+    CancelRequest,
     DeviceResidency,
     DropModel,
     HoldModel,
     HostingFailed,
     HostModel,
+    KvMove,
+    KvMoved,
     LoadProgress,
     ModelLoaded,
     ModelTurn,
@@ -37,12 +40,23 @@ from hearth.core.messages import (
     RetireModel,
     RunFailed,
     RungBytes,
+    SendKv,
     StartRequest,
     StepDone,
 )
 from hearth.core.sizes import StepLimits
-from hearth.core.types import AdapterId, Hold, ModelId, Pace, Rung, TurnEnd, WorkerId
-from hearth.policy.fleet.events import Event, RequestFinished, ResidencyReported
+from hearth.core.types import LOCAL, AdapterId, Hold, ModelId, Pace, Rung, TurnEnd, WorkerId
+from hearth.policy.fleet.events import (
+    Action,
+    CancelRun,
+    Dispatch,
+    Event,
+    MoveKv,
+    RequestFinished,
+    ResidencyReported,
+    TimerFired,
+    Why,
+)
 from tests.control.broken_driver import run_broken_driver
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
@@ -728,3 +742,40 @@ def test_a_bug_of_the_brain_ends_the_process_wherever_it_shows(tmp_path: Path, b
     ended = run_broken_driver(tmp_path / "journal", bug)
     assert ended.returncode == 1
     assert "service_broken part=driver" in ended.stderr
+
+
+def test_kv_is_sent_before_its_run_is_cancelled_and_awaited_where_the_request_goes_on(
+    data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        stream = await rig.submit(ask(), ANYBODY)
+        loaded(rig, link)
+        (began,) = (order for order in link.orders if isinstance(order, StartRequest))
+        worker, pipeline, request_id = link.worker, ModelId("tiny~2"), stream.request_id
+        assert worker is not None
+        senders = (worker, WorkerId("w9"))
+        decided: list[Action] = [
+            MoveKv(request_id, pipeline, senders, worker, 1 << 25, 0.5, 2.0, 2.0),
+            CancelRun(request_id, worker),
+            Dispatch(request_id, TINY, worker, Why.SWITCHED, 0.0, ()),
+        ]
+        with monkeypatch.context() as patch:
+            patch.setattr("hearth.control.driver.step", lambda *_: decided)
+            rig.driver.post(TimerFired(rig.driver.now_s))
+        send, cancel, start = link.orders[-3:]
+        assert send == SendKv(pipeline, began.run, worker)
+        assert cancel == CancelRequest(began.run)
+        assert isinstance(start, StartRequest)
+        assert start.kv == KvMove(began.run, senders, 2.0)
+        rig.receive(link, KvMoved(start.run, 32, 1 << 25, 0.5, is_on_node=True))
+        assert metric(rig, "hearth_kv_moved_bytes_total") == 1 << 25
+        assert rig.driver.fleet.estimates.kv_s(LOCAL, LOCAL, 1 << 25) == 0.5
+        explained = rig.gateway.views.explain(request_id, ANYBODY)
+        assert explained is not None
+        told = {mark.what: mark.detail for mark in explained.marks}
+        assert told["kv"].startswith(f"moved to {worker}: 33.554 MB from {worker}, w9 in 0.500 s")
+        assert told["kv_moved"] == "32 tokens, 33.554 MB in 0.500 s"
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)

@@ -294,7 +294,7 @@ FORMAT = {
         "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s has_served "
         "is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin is_pin_refused "
         "notified_hold is_dropped kv_share whole_tokens prefixes num_prompt_tokens max_kv_tokens "
-        "demand_tokens room_tokens prompts_until_s spare prewarmed"
+        "demand_tokens room_tokens prompts_until_s spare prewarmed dissolves_s"
     ),
     "ReplicaState": "model worker facts running stages",
     "Request": (
@@ -330,6 +330,7 @@ FORMAT = {
     "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
     "WorkersExpected": "now_s node num_workers",
     "Link": "bytes_per_s latency_s",
+    "MoveKv": "request_id model senders target num_bytes move_s prompt_s wait_s",
     "NodeLost": "now_s node",
     "NodeDraining": "now_s node is_draining",
     "LinkMeasured": "now_s source target bytes_per_s latency_s",

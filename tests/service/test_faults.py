@@ -81,7 +81,7 @@ def stream_by(
     text, finish_reason, answer_id = "", None, ""
     chunks = client.chat.completions.create(
         model=str(body.pop("model", "tiny-a")),
-        messages=[{"role": "user", "content": f"Tell me {number} stories."}],
+        messages=[{"role": "user", "content": str(body.pop("content", f"Tell me {number} stories."))}],
         stream=True,
         max_completion_tokens=int(str(body.pop("max_tokens", NUM_TOKENS))),
         extra_body=body,

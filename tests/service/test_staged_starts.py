@@ -21,6 +21,7 @@ pytestmark = pytest.mark.e2e
 
 #: Greedy, with penalties, with a grammar, and with a random stream.
 OPTIONS = [{**STREAMS[at], "max_tokens": 64, "model": "wide"} for at in (0, 3, 5, 1)]
+OPTIONS[0]["content"] = "Tell me a story. " * 25  # so long that its KV may move
 NUM_LAYERS = 8
 NUM_STREAMS = 8  #: far more than a worker has slots for
 ENGINE = ("--set", "engine.max_seqs=3", "--set", "engine.max_batch_tokens=64")
@@ -130,10 +131,15 @@ def test_a_burst_is_served_in_stages_and_then_by_whole_replicas(
     before = head.metrics()
     told = burst(cluster)
     assert [one.text for one in told] == expected
-    num_switched = sum(": switched" in mark for one in told for mark in marks(head, one))
+    found = [marks(head, one) for one in told]
+    num_switched = sum(": switched" in mark for one in found for mark in one)
+    num_decided = sum(mark.startswith(("kv moved to", "kv computed again")) for one in found for mark in one)
+    assert num_decided <= num_switched, "a pipeline that comes too late is given up, and has no KV"
     after = head.metrics()
     assert after["hearth_switches_total"] - before["hearth_switches_total"] == num_switched
     assert after["hearth_resumes_total"] == before["hearth_resumes_total"]
+    has_come = any(mark.startswith("kv_moved") for one in found for mark in one)
+    assert has_come or after["hearth_kv_moved_bytes_total"] == before["hearth_kv_moved_bytes_total"]
     eventually("only whole replicas are left", lambda: head.hosted() == {"wide"})
 
 

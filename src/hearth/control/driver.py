@@ -43,6 +43,8 @@ from hearth.policy.fleet.prefixes import PrefixDigest, digest_prefixes
 from hearth.policy.fleet.routing import explain_wait
 from hearth.system.crash import end_process
 
+#: Less KV says little about the speed at which it moves.
+MIN_MEASURED_BYTES = 1 << 24
 #: By so much of it the time of a stage must differ to be news.
 STAGE_CHANGE = 0.1
 
@@ -254,6 +256,8 @@ class Driver:
                 if request is not None and request.run is not None:
                     self._send(worker, messages.CancelRequest(request.run))
                     self.requests.end_run(request)
+            case events.MoveKv():
+                self._move_kv(action)
             case events.SetTimer(at_s):
                 if self._timer is not None:
                     self._timer.cancel()
@@ -261,6 +265,12 @@ class Driver:
                 self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
             case _:
                 assert_never(action)
+
+    def _move_kv(self, order: events.MoveKv) -> None:
+        request = self.requests.by_id.get(order.request_id)
+        if order.is_moved and request is not None and (run := request.run) is not None:
+            request.kv = messages.KvMove(run, order.senders, order.wait_s)
+            self._send(order.senders[0], messages.SendKv(order.model, run, order.target))
 
     def _dispatch(self, order: events.Dispatch) -> None:
         request = self.requests.by_id[order.request_id]
@@ -281,8 +291,10 @@ class Driver:
                 age_s=self.now_s - request.arrived_s,
                 pooling=request.pooling,
                 adapter=request.adapter,
+                kv=request.kv,
             ),
         )
+        request.kv = None
 
     def _reject(self, order: events.Reject) -> None:
         request = self.requests.by_id.get(order.request_id)
@@ -377,6 +389,14 @@ class Driver:
                 self._stepped(now_s, worker, fact, decoded)
             case messages.RunFailed():
                 self._run_failed(now_s, worker, fact)
+            case messages.KvMoved(run=run):
+                if (request := self.requests.on(worker, run)) is not None:
+                    self._observer.kv_moved(now_s, request.request_id, fact)
+                if (
+                    fact.is_on_node and fact.num_bytes >= MIN_MEASURED_BYTES
+                ):  # other ways are measured by loads
+                    node, bytes_per_s = node_of(worker), fact.num_bytes / fact.seconds
+                    self.post(events.LinkMeasured(now_s, node, node, bytes_per_s, 0.0))
             case messages.LoadProgress() | messages.ModelLoaded() | messages.HostingFailed():
                 if self._hostings.get((worker, fact.model)) == fact.hosting:  # else it was evicted meanwhile
                     self._load_changed(now_s, worker, fact)

@@ -5,14 +5,16 @@ A byte takes a tenth of a second to load. Each worker is on a node of its own th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.core.types import ModelId, NodeId, Rung, WorkerId, node_of
+from hearth.policy.fleet import kv_moves
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -21,6 +23,7 @@ from hearth.policy.fleet.events import (
     CancelRun,
     Dispatch,
     Evict,
+    LinkMeasured,
     LoadModel,
     LoadProgressed,
     ModelDeployed,
@@ -33,6 +36,7 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.fleet_state import restore
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.residents import State, list_residents
 from tests.policy.fleet.test_brain import Desk, of, sent
 from tests.policy.fleet.test_fleet_state import encoded, values
@@ -42,9 +46,11 @@ M = staged("m", num_layers=6, max_seqs=2)
 CONFIG = BrainConfig(while_loading=WhileLoading(), priors=dict.fromkeys(Rung, 10.0))
 
 
-def desk_with(*workers: str, config: BrainConfig = CONFIG, rung: Rung = Rung.DISK) -> Desk:
+def desk_with(
+    *workers: str, config: BrainConfig = CONFIG, rung: Rung = Rung.DISK, model: ModelProfile = M
+) -> Desk:
     desk = Desk(config)
-    desk.deploy(M)
+    desk.deploy(model)
     for name in workers:
         desk.join(name, budget_bytes=200)
     for node in {node_of(WorkerId(name)) for name in workers}:
@@ -342,6 +348,14 @@ def test_it_is_shown_with_its_layers() -> None:
     assert shown[M.model, WorkerId("n2/w")].layers is None
 
 
+@pytest.fixture(autouse=True, scope="module")
+def moves_kv() -> Iterator[None]:
+    """Even the few tokens of requests here are moved, of models whose KV has bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_moves, "SETUP_S", 0.0)
+        yield
+
+
 CONFIGS = st.builds(BrainConfig, takes_turns=st.booleans(), while_loading=st.just(ALWAYS))
 MOVES = [one for one in KINDS if one not in ("join", "deploy")] + ["arrive"] * 10 + ["wait"] * 4
 
@@ -352,7 +366,10 @@ def lived(config: BrainConfig, moves: Sequence[tuple[str, int]]) -> tuple[World,
     for number in range(3):
         world.tell(WorkerJoined(0.0, WorkerId(f"n{number}/w"), "cuda", 200, node=NodeId(f"n{number}")))
     for number in range(3):
-        world.tell(ModelDeployed(0.0, staged(f"m{number}", 2 + number, max_seqs=1 + number)))
+        model = staged(f"m{number}", 2 + number, max_seqs=1 + number, kv_token_bytes=number)
+        world.tell(ModelDeployed(0.0, model))
+    for source, target in permutations(world.fleet.workers.values(), 2):
+        world.tell(LinkMeasured(0.0, source.node, target.node, 1e9, 0.0))
     for kind, number in moves:
         world.move(kind, number)
     names = {one.model for actions in world.actions for one in of(LoadModel, actions) if "~" in one.model}
@@ -377,7 +394,7 @@ def test_a_fleet_with_a_pipeline_is_restored_and_decides_the_same(num_before: in
     config = BrainConfig(while_loading=ALWAYS)
     world, num_pipelines = lived(config, [*moves, *[("ready", 0)] * 6, ("drain_node", 0), ("finish", 0)])
     assert num_pipelines == 1
-    num_before += 6  # workers and models
+    num_before += 12  # workers, models and links
     fleet = Fleet(config)
     for event in world.events[:num_before]:
         step(fleet, event)

@@ -140,6 +140,13 @@ class Metrics:
             "hearth_switches",
             "Requests moved from workers that were loading their model to one that has all of it.",
         )
+        self.kv_bytes = self._counter(
+            "hearth_kv_moved_bytes", "Bytes of KV memory that came with requests which moved."
+        )
+        self.kv_recomputed = self._counter(
+            "hearth_kv_recomputed",
+            "Requests that moved without their KV memory, because computing it again is faster.",
+        )
         self.preemptions = self._counter(
             "hearth_preemptions", "Requests whose KV memory was needed by others."
         )

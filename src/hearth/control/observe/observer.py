@@ -18,7 +18,7 @@ from hearth.control.observe.model_metrics import ModelSeries
 from hearth.control.observe.timeline import Timeline, Timelines
 from hearth.control.observe.views import Explanation
 from hearth.control.requests.active_request import ActiveRequest
-from hearth.core.messages import AdapterLoaded, LoadProgress, ModelLoaded, StepDone
+from hearth.core.messages import AdapterLoaded, KvMoved, LoadProgress, ModelLoaded, StepDone
 from hearth.core.types import (
     FinishReason,
     ModelId,
@@ -120,6 +120,10 @@ class Observer:
                 self._loads.begin(worker, model, now_s, awaits_turn=self._takes_turns)
                 if action.pipeline is not None:
                     self._pipelines[worker, model] = action.pipeline
+            case events.MoveKv(request_id):
+                if not action.is_moved:
+                    self._metrics.kv_recomputed.inc()
+                self._active[request_id].mark(now_s, "kv", describe_kv_move(action))
             case events.RefusePin(model, worker, message):
                 log.warning("pin_refused model=%s worker=%s reason=%s", model, worker, message)
                 self._metrics.fallbacks.labels("unpinned").inc()
@@ -258,6 +262,11 @@ class Observer:
         for request_id in waited:
             self._active[request_id].adapter_loaded(now_s, loaded)
 
+    def kv_moved(self, now_s: float, request_id: RequestId, moved: KvMoved) -> None:
+        self._metrics.kv_bytes.inc(moved.num_bytes)
+        told = f"{moved.num_tokens} tokens, {moved.num_bytes / 1e6:.3f} MB in {moved.seconds:.3f} s"
+        self._active[request_id].mark(now_s, "kv_moved", told)
+
     def _running_load(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog | None:
         load = self._loads.get(worker, model)
         if load is None or load.ended_s is None:
@@ -337,6 +346,17 @@ def _in_whose_step(lost: events.WorkerLost, timeline: Timeline) -> str:
 def describe_prewarm(order: events.Prewarm) -> str:
     where = f"into host memory of {name_of(node_of(order.worker))}" if order.to_host else f"on {order.worker}"
     return f"{'would have been loaded' if order.is_advice else 'loaded'} {where}"
+
+
+def describe_kv_move(order: events.MoveKv) -> str:
+    """Say what is done with the KV of a request that moves, and why."""
+    if order.move_s is None:
+        why = f"a link to {order.target} is not measured yet, or too much moves at once"
+        return f"computed again on {order.target}, in {order.prompt_s:.3f} s: {why}"
+    moved = f"{order.num_bytes / 1e6:.3f} MB from {', '.join(order.senders)} in {order.move_s:.3f} s"
+    if order.is_moved:
+        return f"moved to {order.target}: {moved}, computed again in {order.prompt_s:.3f} s"
+    return f"computed again on {order.target}, in {order.prompt_s:.3f} s: {moved}"
 
 
 def _rejects(action: Action, request_id: RequestId) -> bool:

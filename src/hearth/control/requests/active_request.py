@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hearth.control.requests.generation import AnswerStream
-from hearth.core.messages import AdapterOrder
+from hearth.core.messages import AdapterOrder, KvMove
 from hearth.core.types import (
     FinishReason,
     GuideSpec,
@@ -59,6 +59,7 @@ class ActiveRequest:
     adapter: AdapterOrder | None = None  #: None: the bare model
     adapter_bytes: int = 0
     key: str | None = None  #: the name of the caller's API key
+    kv: KvMove | None = None  #: that its next worker waits for
     computed_prompt: ComputedPrompt | None = None
     _prompt_began_s: float | None = None  #: None: on no worker yet, on another one, or past its first token
 

@@ -14,6 +14,8 @@ from hearth.policy.memory.reload_cost import ReloadCosts
 
 PRIOR_RUN_S = 1.0
 PRIOR_TOKEN_S = 1e-4
+#: From a worker to another one of its node, until that was measured.
+PRIOR_NODE_BYTES_PER_S = 1e9
 NEWEST_WEIGHT = 0.2
 #: Of a slower prompt, in the time of the fastest.
 FADING_WEIGHT = 0.01
@@ -118,6 +120,13 @@ class Estimates:
         link = None if source is None else self.links.get(node, {}).get(source)
         peer_bytes_per_s = None if link is None else link.bytes_per_s
         return self.reload.load_s(num_bytes, model.bytes_by_rung(node), peer_bytes_per_s)
+
+    def kv_s(self, source: NodeId, target: NodeId, num_bytes: int) -> float:
+        """Return how long KV takes to a worker of another node, or of the same; infinite: unknown."""
+        ways = self.links.get(target, {}).get(source), self.links.get(source, {}).get(target)
+        if (link := next((one for one in ways if one is not None), None)) is not None:
+            return link.latency_s + num_bytes / link.bytes_per_s
+        return num_bytes / PRIOR_NODE_BYTES_PER_S if source == target else math.inf
 
     def measured(self, event: LinkMeasured) -> None:
         link = Link(event.bytes_per_s, event.latency_s)

@@ -416,6 +416,26 @@ class CancelRun(Struct, frozen=True):
     worker: WorkerId
 
 
+class MoveKv(Struct, frozen=True):
+    """Have the workers of a pipeline send the KV of a request to the one that it moves to, if that is sooner.
+
+    Else nothing is done, and the KV is computed again. Precedes the order that ends its run.
+    """
+
+    request_id: RequestId
+    model: ModelId  #: the pipeline, as its workers host it
+    senders: tuple[WorkerId, ...]
+    target: WorkerId
+    num_bytes: int  #: of its prompt
+    move_s: float | None  #: estimated; None: the speed of a link is not known, or it is too much at once
+    prompt_s: float  #: to compute its prompt, estimated
+    wait_s: float  #: how long the target waits for it
+
+    @property
+    def is_moved(self) -> bool:
+        return self.move_s is not None and self.move_s < self.prompt_s
+
+
 class Prewarm(Struct, frozen=True):
     """A model is brought nearer to a worker's device ahead of the requests that a forecast expects.
 
@@ -457,6 +477,7 @@ Action = (
     | RefusePin
     | Reject
     | CancelRun
+    | MoveKv
     | Prewarm
     | SetTimer
     | AddWorkers

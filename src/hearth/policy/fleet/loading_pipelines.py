@@ -14,8 +14,8 @@ is ready by `min_gain_s` earlier than the first whole replica. Its members load 
 one if they have the model on their own disks, and if k nodes send it to others, these form pipelines of k
 stages. More than `MAX_STAGES` ways are several pipelines, and workers that begin later form others. Requests
 that wait for the loads go there, and new ones until a whole replica is ready. When no member is loading any
-more, the pipeline is dissolved. What still runs continues on whole replicas like the requests of a lost
-worker: prompt and tokens are computed again, and no KV is moved.
+more, requests that still run continue on whole replicas like those of a lost worker. Their KV goes with them
+where that is sooner than computing it again (`kv_moves.py`). Then the pipeline is dissolved.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 
 from hearth.core.types import NodeId, Rung, pipeline_name
-from hearth.policy.fleet.events import Action, Evict, Why
+from hearth.policy.fleet.events import Action, Dispatch, Evict, Why
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.kv_moves import choose_kv_moves
 from hearth.policy.fleet.pipelines import PipelinePlan, PlannedStage, plan_over
 from hearth.policy.fleet.profile import MAX_STAGES, MIN_STAGES, ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Worker
@@ -42,14 +43,31 @@ def serve_while_loading(fleet: Fleet) -> list[Action]:
             actions += _form(fleet, model)
     for replica in list(fleet.loading_pipelines.values()):
         model = fleet.served_by(replica)
-        if model is None or replica.is_stale:
+        if replica.dissolves_s is not None:
+            if replica.dissolves_s <= fleet.now_s:
+                actions += dissolve(fleet, [replica])[0]
+        elif model is None or replica.is_stale:
             continue  # its requests end there
-        if _is_over(model, replica):
-            orders, moved = dissolve(fleet, [replica])
-            actions += orders + fill_slots(fleet, model, moved, Why.SWITCHED)
+        elif _is_over(model, replica):
+            actions += _switch(fleet, model, replica)
         else:
             actions += fill_slots(fleet, model)
     return actions
+
+
+def _switch(fleet: Fleet, model: Model, pipeline: Replica) -> list[Action]:
+    """Move all requests to whole replicas. The pipeline stays for as long as it may send their KV."""
+    running = list(pipeline.running.values())
+    cancels = take_back(fleet, running)
+    pipeline.dissolves_s = fleet.now_s  # first, so that none comes back
+    fleet.reindex(pipeline)
+    dispatches = fill_slots(fleet, model, {one.request_id for one in running}, Why.SWITCHED)
+    switched = [one for one in dispatches if isinstance(one, Dispatch) and one.why is Why.SWITCHED]
+    choices = choose_kv_moves(fleet, pipeline, switched) if pipeline.is_ready else []
+    wait_s = max((one.wait_s for one in choices if one.is_moved), default=0.0)
+    pipeline.dissolves_s += wait_s
+    orders = [] if wait_s else dissolve(fleet, [pipeline])[0]
+    return [*choices, *cancels, *orders, *dispatches]
 
 
 def _form(fleet: Fleet, model: Model) -> list[Action]:

@@ -293,6 +293,8 @@ class Replica:
     #: None: it has requests, or of its model's idle replicas it was used last.
     spare: Spare | None = None
     prewarmed: PrewarmHold | None = None  #: while no request has used it since it was loaded or kept for one
+    #: Its workers send KV of requests that have left it until then. It takes no others, and goes.
+    dissolves_s: float | None = None
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -326,6 +328,8 @@ class Replica:
     @property
     def takes_requests(self) -> bool:
         if self.is_stale or self.drain is not None or self.worker.is_draining:
+            return False
+        if self.dissolves_s is not None:
             return False
         return not self.stages or not self.is_on_draining_node
 

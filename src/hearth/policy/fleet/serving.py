@@ -453,6 +453,9 @@ def set_timer(fleet: Fleet) -> SetTimer | None:
         at_s = min(at_s, next(iter(fleet.gathering.values())))
     if (due_s := fleet.forecasts_due.lowest) is not None:
         at_s = min(at_s, due_s)
+    for pipeline in fleet.loading_pipelines.values():
+        if pipeline.dissolves_s is not None:
+            at_s = min(at_s, pipeline.dissolves_s)
     for model in fleet.dropped.values():
         if model.drop.due_s > fleet.now_s:  # else what stands in the way ends with an event
             at_s = min(at_s, model.drop.due_s)
