@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hearth.core.errors import ConfigError
 from hearth.core.sizes import WantedLimits
 from hearth.core.types import ModelId, Pace, RequestId, TurnEnd, WorkerId
+from hearth.policy.fleet import estimates
 from hearth.policy.fleet.events import (
     Evict,
     ModelDeployed,
@@ -461,8 +463,34 @@ def test_a_model_is_loaded_though_the_stage_before_it_is_given_up(policy: Policy
     assert [one.is_whole for one in service.answers.values()] == [False, False, True, False]
 
 
+@pytest.fixture
+def fast_links() -> Iterator[None]:
+    """Workers of a node pass on KV sooner than it is computed."""
+    with patch.object(estimates, "PRIOR_NODE_BYTES_PER_S", 1e13):
+        yield
+
+
+def switched_burst() -> SimulatedService:
+    return served([TracedRequest(0.0, "a", 1000, 200)] * 4, STAGED_START)
+
+
+def test_kv_of_requests_that_switch_is_computed_again_over_slow_links() -> None:
+    service = switched_burst()
+    assert service.num_kv_moves == 0
+    assert all(answer.is_whole for answer in service.answers.values())
+
+
+@pytest.mark.usefixtures("fast_links")
+def test_requests_switch_with_their_kv_over_fast_links() -> None:
+    service = switched_burst()
+    assert service.num_kv_moves == 2, "as many as the pipeline has slots for"
+    assert all(answer.is_whole for answer in service.answers.values())
+    assert not service.fleet.loading_pipelines
+
+
+@pytest.mark.usefixtures("fast_links")
 @given(REQUESTS, st.floats(0.0, 2.0), st.sampled_from(["worker-0", "worker-1"]), CANCELS)
-@settings(max_examples=20)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_requests_that_switch_or_lose_a_member_get_each_token_once(
     requests: list[TracedRequest], lost_s: float, lost: str, cancels: list[tuple[int, float]]
 ) -> None:

@@ -192,6 +192,13 @@ class SimulatedReclaimer:
                 room_bytes += self.device.count_bytes(other)
         return min(kv.max_blocks, kv.num_blocks + room_bytes // kv.block_bytes)
 
+    def make_kv_room(self, model: ModelId, num_tokens: int) -> None:
+        """Have blocks available for a request whose KV has come, as `Reclaimer.make_kv_room`."""
+        blocks = self._hosted[model].engine.batcher.blocks
+        num_lacking = blocks.num_blocks_of(num_tokens) - blocks.num_available
+        if num_lacking > 0:
+            self._run(self.policy.take(model, num_lacking, num_lacking, is_promised=False))
+
     def before_step(self, model: ModelId) -> None:
         engine = self._hosted[model].engine
         self._run(self.policy.before_step(model, engine.elastic, engine.batcher.kv.use()))

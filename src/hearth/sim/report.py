@@ -47,6 +47,7 @@ class SimulationReport:
     cold_starts: dict[str, int]  #: requests that waited for a load, by where it came from
     host_bytes: int  #: of weights in host memory, on the machine that had most
     num_prewarmed: int  #: orders to load a model ahead
+    num_kv_moves: int  #: requests that moved with their KV
     num_turns: int
     pauses_per_request: float
     num_loads: int
@@ -103,6 +104,7 @@ def report_of(service: SimulatedService) -> SimulationReport:
         cold_starts=dict(cold_starts_of(service)),
         host_bytes=service.most_host_bytes,
         num_prewarmed=service.num_prewarmed,
+        num_kv_moves=service.num_kv_moves,
         num_turns=len(service.turns_s),
         pauses_per_request=sum(one.num_pauses for one in answers) / max(1, len(answers)),
         num_loads=sum(worker.loads.num_ended for worker in workers),

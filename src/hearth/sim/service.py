@@ -32,6 +32,7 @@ from hearth.policy.fleet.events import (
     LoadModel,
     ModelDeployed,
     ModelReady,
+    MoveKv,
     Prewarm,
     RefusePin,
     Reject,
@@ -181,12 +182,14 @@ class SimulatedService:
         self.answers: dict[RequestId, SimulatedAnswer] = {}
         self.now_s = 0.0
         self.num_prewarmed = 0  #: orders to load a model ahead, or to keep it
+        self.num_kv_moves = 0  #: requests that moved with their KV
         self.turns_s: list[float] = []  #: when each began
         self.load_ends: list[tuple[float, Rung | None]] = []  #: and where bytes came from, if any did
         self.held: list[tuple[float, int]] = [(0.0, 0)]  #: devices since each time
         self.num_open = 0  #: requests that have not ended
         self._gate = _Gate() if setting.policy is Policy.ONE_AT_A_TIME else None
         self._profiles: dict[ModelId, ModelProfile] = {}
+        self._kv_s: dict[RequestId, float] = {}  #: when KV has come, of requests that move next
         self.network = SimulatedNetwork(setting.transfers, TYPICAL.num_layers)
         self.network.demand.by_last_use = setting.evicts_by_last_use
         #: (time, number, what): an event that happens, or a worker that has something to do.
@@ -450,8 +453,13 @@ class SimulatedService:
                     arrived_s=answer.arrived_s,
                     num_sent=len(answer.token_s),
                     conversation=answer.conversation,
+                    kv_s=self._kv_s.pop(request_id, 0.0),
                 )
                 self._post(name, start)
+            case MoveKv(request_id):
+                if action.move_s is not None and action.is_moved:
+                    self._kv_s[request_id] = self.now_s + action.move_s
+                    self.num_kv_moves += 1
             case CancelRun(request_id, name):
                 self._post(name, action)
                 self._leave(self.answers[request_id], name)

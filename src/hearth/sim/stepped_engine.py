@@ -12,6 +12,7 @@ from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.decode_run import DecodeRun
+from hearth.policy.batch.digest_chain import DigestChain
 from hearth.policy.batch.elastic import Elastic
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
@@ -164,16 +165,21 @@ class SteppedEngine:
         arrived_s: float,
         now_s: float,
         conversation: int | None = None,
+        *,
+        has_kv: bool = False,
     ) -> None:
         """Queue a request with an answer of exactly that length, and a prompt of its own or a conversation's.
 
-        `num_sent` tokens of the answer were sent by a lost worker.
+        `num_sent` tokens of the answer were sent by a lost worker. `has_kv`: its KV has come from there.
         """
         self._num_added += 1
         begin = (0, self._num_added) if conversation is None else (1, conversation)
         prompt = (*begin, *(_TOKEN,) * num_prompt_tokens)[:num_prompt_tokens]
         sampling = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, seed=0)
         request = EngineRequest(request_id, prompt, sampling, output=(_TOKEN,) * num_sent)
+        if has_kv:
+            chain = DigestChain((*prompt, *request.output), self.batcher.blocks.block_tokens)
+            self.batcher.cache_prefix(chain, (len(chain.tokens) - 1) // chain.block_tokens)
         self.batcher.add(request.in_line(pace, arrived_s, now_s))
 
     def computes_first_tokens(self, now_s: float) -> bool:

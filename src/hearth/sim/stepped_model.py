@@ -76,6 +76,7 @@ class StartOrder:
     arrived_s: float
     num_sent: int  #: tokens that lost workers have sent
     conversation: int | None = None
+    kv_s: float = 0.0  #: when the KV that it had elsewhere has come; 0: it is computed again
 
 
 WorkerOrder = HostOrder | StartOrder | Evict | SetHold | CancelRun

@@ -91,6 +91,7 @@ class SteppedWorker:
         self._readiness, self._sharing = StepReadiness(), StepSharing()
         self._retired: dict[ModelId, SteppedEngine] = {}
         self._inbox: deque[WorkerOrder] = deque()
+        self._arriving: list[StartOrder] = []  #: whose KV has yet to come
         self._running: _Call | Jump | None = None
         self._device_free_s = 0.0  #: when the last step that was launched is over
         self._flushed_s = 0.0  #: when the last step of a model whose turn has ended is over
@@ -110,7 +111,8 @@ class SteppedWorker:
 
     def _news_s(self) -> float:
         wake_s = math.inf if self.turns is None else max(self._now_s, self.turns.wake_s)
-        return min(wake_s, self.loads.next_s(self._now_s))
+        kv_s = min((one.kv_s for one in self._arriving), default=math.inf)
+        return min(wake_s, kv_s, self.loads.next_s(self._now_s))
 
     def post(self, order: WorkerOrder, now_s: float) -> None:
         """Give an order, to be carried out when no call is running."""
@@ -133,6 +135,10 @@ class SteppedWorker:
             while self._inbox:
                 self._readiness.recheck()
                 self._handle(self._inbox.popleft())
+            for start in [one for one in self._arriving if one.kv_s <= now_s]:
+                self._arriving.remove(start)
+                self._readiness.recheck()
+                self._start(start)
             self._take_turns()
             for model in self.reclaimer.policy.deferred():
                 self._load(model)
@@ -163,7 +169,8 @@ class SteppedWorker:
             assert is_busy == bool(hosted.requests), f"`{model}` on `{self.name}`: {hosted.requests.keys()}"
 
     def requests(self) -> list[RequestId]:
-        return [request_id for hosted in self.hosted.values() for request_id in hosted.requests]
+        running = [request_id for hosted in self.hosted.values() for request_id in hosted.requests]
+        return [*running, *(one.request_id for one in self._arriving)]
 
     # Orders.
 
@@ -175,6 +182,8 @@ class SteppedWorker:
                 self._evict(order)
             case SetHold(model, _, hold):
                 self._set_hold(model, hold)
+            case StartOrder() if order.kv_s > self._now_s:
+                self._arriving.append(order)
             case StartOrder():
                 self._start(order)
             case CancelRun(request_id):
@@ -251,6 +260,9 @@ class SteppedWorker:
         hosted = self.hosted[model]
         hosted.requests[start.request_id] = start
         hosted.num_cold += not self.loads.is_loaded(model)
+        has_kv = start.kv_s > 0.0 and self._is_in_turn(model)
+        if has_kv:
+            self.reclaimer.make_kv_room(model, start.num_prompt_tokens + start.num_sent)
         hosted.engine.add(
             start.request_id,
             start.num_prompt_tokens,
@@ -260,6 +272,7 @@ class SteppedWorker:
             arrived_s=start.arrived_s,
             now_s=now_s,
             conversation=start.conversation,
+            has_kv=has_kv,
         )
         self.reclaimer.costs.asked(model, now_s)
         if hosted.hold is Hold.RETAINED:
@@ -272,6 +285,7 @@ class SteppedWorker:
 
     def _cancel(self, request_id: RequestId) -> None:
         """End a request now. Ignores one that has ended meanwhile."""
+        self._arriving = [one for one in self._arriving if one.request_id != request_id]
         for model, hosted in self.hosted.items():
             if hosted.requests.pop(request_id, None) is not None:
                 hosted.engine.batcher.cancel(request_id)
