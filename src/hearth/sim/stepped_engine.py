@@ -182,6 +182,11 @@ class SteppedEngine:
             self.batcher.cache_prefix(chain, (len(chain.tokens) - 1) // chain.block_tokens)
         self.batcher.add(request.in_line(pace, arrived_s, now_s))
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether its step in flight has no prompts. If it has, `decode_run` has no steps."""
+        return self.flight is not None and not self.flight.plan.num_prompt_tokens
+
     def computes_first_tokens(self, now_s: float) -> bool:
         flight = self.flight
         return flight is not None and flight.end_s > now_s and self.batcher.newcomers_are_planned

@@ -383,11 +383,13 @@ class SteppedWorker:
 
     def _plan_jump(self, ready: Sequence[ModelId]) -> Jump | None:
         """Return the calls to skip; None while a model waits for a turn, which any of them may begin."""
-        turns = self.turns
+        turns, engines = self.turns, {model: self.hosted[model].engine for model in ready}
+        if not all(engine.only_decodes for engine in engines.values()):
+            return None
         if turns is not None and any(turns.wants_turn(m) and not turns.is_in_turn(m) for m in self.hosted):
             return None
         return plan_jump(
-            engines={model: self.hosted[model].engine for model in ready},
+            engines=engines,
             sharing=self._sharing,
             free_bytes=self.reclaimer.device.free_bytes,
             now_s=self._now_s,

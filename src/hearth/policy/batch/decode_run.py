@@ -23,6 +23,9 @@ class DecodeRun:
     context_tokens: int  #: that the rows of the first step read, their own included; one more a row each step
 
 
+_NO_STEPS = DecodeRun(0, (), 0)
+
+
 def decode_run(
     running: Sequence[LiveSequence],
     flights: Sequence[Sequence[LiveSequence]],
@@ -37,18 +40,19 @@ def decode_run(
     running sequences.
     """
     num_flights = len(flights)
-    is_decoding = all(
+    if not running or not max_steps or any(flight != running for flight in flights):
+        return _NO_STEPS
+    if not all(
         s.num_planned - num_flights >= s.num_prefill and s.num_pending == num_flights and not s.sits_out
         for s in running
-    )
-    most = 0
-    if running and is_decoding and all(flight == running for flight in flights):
-        most = min(max_steps, *(s.max_length - len(s.tokens) - 1 for s in running))
+    ):
+        return _NO_STEPS
+    most = min(max_steps, *(s.max_length - len(s.tokens) - 1 for s in running))
 
     def num_wanted(num_steps: int) -> int:
         return blocks_wanted_by(running, num_steps, block_tokens)
 
-    if most and num_wanted(most) > num_blocks:
+    if num_wanted(most) > num_blocks:
         most = bisect_right(range(1, most), num_blocks, key=num_wanted)
     return DecodeRun(most, tuple(s.request_id for s in running), sum(s.num_planned + 1 for s in running))
 
