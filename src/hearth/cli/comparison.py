@@ -35,7 +35,7 @@ def compare(
     sampled = TraceSample((whole,), 1, trace.requests[-1].arrival_s, len(trace.requests))
     with step_bar("simulating") as advance, SizingPool(sampled, profile, num_usable_cores(), advance) as pool:
         advance(0, None, f"trying {len(systems)} systems")
-        tried = dict(zip(systems, pool.attempt(list(systems.values())), strict=True))
+        tried = dict(zip(systems, pool.simulate(list(systems.values())), strict=True))
     if as_json:
         shown = {name: asdict(one) for name, one in tried.items()}
         typer.echo(json.dumps({"trace": trace.name, "is_estimate": profile.is_estimate, "systems": shown}))

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+import signal
+import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from ctypes import c_int64
+from ctypes import c_double, c_int64
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from multiprocessing import get_context
-from multiprocessing.sharedctypes import Synchronized
-from typing import Self
+from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
+from typing import Self, TypeGuard
 
-from hearth.core.types import ModelId
+from hearth.core.types import ModelId, RequestId
+from hearth.policy.fleet.events import RequestFinished
 from hearth.sim.profile import Profile
 from hearth.sim.report import cold_starts_of
-from hearth.sim.run import serve_trace
 from hearth.sim.sampling import SampledWindow, TraceSample
+from hearth.sim.service import SimulatedService
 from hearth.sim.setting import SimulationSetting
+from hearth.sim.stepped_model import WorkerFact
 from hearth.sim.traces import TracedRequest
 
 MAX_GPUS = 4096
@@ -28,6 +32,8 @@ TYPICAL_ROWS = 64
 #: More devices do not help if twice as many have nearly as many requests on time and nearly as many late.
 HELPS = 0.9
 POLL_S = 0.2
+#: Of the requests, beyond those that may be late: rounding does not end a simulation early.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,37 +52,64 @@ class Tried:
     refusals: dict[str, int]  #: of counted requests, for each reason
 
 
-Attempt = Callable[[Sequence[int]], list[Tried]]
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A setting whose simulation ended early: it could not meet the target any more. Becomes JSON."""
+
+    num_gpus: int
+    num_nodes: int
+    host_bytes: int | None
+    requests_on_time: None = None
+
+
+Outcome = Tried | Missed
+#: Tries numbers in ascending order; None: not needed, as a smaller one meets the target. If told to, a
+#: simulation ends as soon as the target cannot be met any more.
+Attempt = Callable[[Sequence[int], bool], list[Outcome | None]]
 
 
 def find_least(
-    attempt: Attempt, target: float, first: int, most: int, plenty: int, width: int
-) -> dict[int, Tried]:
+    attempt: Attempt,
+    target: float,
+    first: int,
+    most: int,
+    plenty: int,
+    width: int,
+    known: Mapping[int, Outcome] | None = None,
+) -> dict[int, Outcome]:
     """Return all that was tried, by number. The first that meets the target is the least that does, if any.
 
     `attempt` gets `width` numbers at most. `first`: where to begin. `most`: the largest number. From `plenty`
-    on, the search ends if more do not help.
+    on, simulations do not end early, and the search ends if more do not help. `known`: was tried before.
     """
-    tried: dict[int, Tried] = {}
-    low, high = 0, math.inf  # `low` fails, `high` meets the target
-    while high - low > 1:
+    tried: dict[int, Outcome] = dict(known or {})
+    while True:
+        high = min((num for num, one in tried.items() if is_met(one, target)), default=math.inf)
+        low = max((num for num in tried if num < high), default=0)
         if high == math.inf:
             begin = max(first, 2 * low)
             nums = sorted({min(begin << power, most) for power in range(width)} - {low})
         else:
             nums = sorted({low + (int(high) - low) * part // (width + 1) for part in range(1, width + 1)})
             nums = [num for num in nums if num > low] or [low + 1]
-        if not nums:
-            break
-        tried.update(zip(nums, attempt(nums), strict=True))
-        met = [num for num, one in tried.items() if one.requests_on_time >= target]
-        high = min(met, default=math.inf)
-        low = max((num for num in tried if num < high), default=0)
-        if high == math.inf and low >= plenty and low // 2 in tried:
-            half, whole = tried[low // 2].requests_on_time, tried[low].requests_on_time
-            if whole <= half / HELPS and 1 - whole >= HELPS * (1 - half):
-                break
-    return dict(sorted(tried.items()))
+        if high - low <= 1 or not nums or (high == math.inf and _is_helpless(tried, low, plenty)):
+            return dict(sorted(tried.items()))
+        outcomes = attempt(nums, high < math.inf or nums[-1] < plenty)
+        tried.update((num, one) for num, one in zip(nums, outcomes, strict=True) if one is not None)
+
+
+def is_met(one: Outcome, target: float) -> TypeGuard[Tried]:
+    return isinstance(one, Tried) and one.requests_on_time >= target
+
+
+def _is_helpless(tried: Mapping[int, Outcome], num: int, plenty: int) -> bool:
+    """Whether more than `num`, the largest number that was tried, do not help."""
+    if num < plenty or num // 2 not in tried:
+        return False
+    half, whole = tried[num // 2].requests_on_time, tried[num].requests_on_time
+    if half is None or whole is None:  # ended early
+        return False
+    return whole <= half / HELPS and 1 - whole >= HELPS * (1 - half)
 
 
 def load_s(setting: SimulationSetting, profile: Profile) -> Callable[[TracedRequest], float]:
@@ -126,35 +159,72 @@ class SizingPool:
         self._sample, self._profile, self._on_progress = sample, profile, on_progress
         context = get_context("spawn")
         self._num_ended = context.Value(c_int64, 0)
-        self._processes = ProcessPoolExecutor(num_processes, context, _begin, (self._num_ended,))
+        self._late = context.Array(c_double, num_processes)
+        shared = self._num_ended, self._late
+        self._processes = ProcessPoolExecutor(num_processes, context, _begin, shared)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stop(0)
         self._processes.shutdown(cancel_futures=True)
 
-    def attempt(self, settings: Sequence[SimulationSetting]) -> list[Tried]:
-        """Simulate the workload with each setting."""
-        parts = self._sample.parts
-        self._num_ended.value = 0
+    def simulate(self, settings: Sequence[SimulationSetting]) -> list[Tried]:
+        """Simulate the workload with each setting to its end."""
+        outcomes = self.attempt(settings, math.inf, ends_early=False)
+        return [one for one in outcomes if isinstance(one, Tried)]
+
+    def attempt(
+        self, settings: Sequence[SimulationSetting], target: float, *, ends_early: bool
+    ) -> list[Outcome | None]:
+        """Simulate the workload with each setting, from the smallest to the largest.
+
+        `ends_early`: a simulation ends once the target cannot be met any more. None: the setting is not
+        needed, as a smaller one meets the target.
+        """
+        sample, num_slots = self._sample, len(self._late)
+        late_weight = (1 - target + ROUNDING) * sample.all_weight if ends_early else sys.float_info.max
+        assert len(settings) <= num_slots or math.isinf(target), f"{len(settings)=} {num_slots=}"
+        self._num_ended.value, self._late[:] = 0, [0.0] * num_slots
+        heaviest_first = sorted(sample.parts, key=lambda part: -part.weight)  # whose late requests count most
         jobs = [
-            [self._processes.submit(_simulate, part, setting, self._profile) for part in parts]
-            for setting in settings
+            [
+                self._processes.submit(
+                    _simulate, part, setting, self._profile, number % num_slots, late_weight
+                )
+                for part in heaviest_first
+            ]
+            for number, setting in enumerate(settings)
         ]
-        pending, total = set(chain(*jobs)), len(settings) * sum(len(one.trace.requests) for one in parts)
-        while pending:
-            done, pending = wait(pending, POLL_S, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            self._on_progress(self._num_ended.value, total)
-        return [
-            _tried(setting, [future.result() for future in futures])
-            for setting, futures in zip(settings, jobs, strict=True)
-        ]
+        tried: list[Outcome | None] = []
+        total = len(settings) * sum(len(one.trace.requests) for one in sample.parts)
+        for number, (setting, futures) in enumerate(zip(settings, jobs, strict=True)):
+            pending = {*futures}
+            while pending:
+                done, pending = wait(pending, POLL_S, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                self._on_progress(self._num_ended.value, total)
+            one = _tried(setting, [future.result() for future in futures])
+            tried.append(one)
+            if is_met(one, target):
+                self._stop(number + 1)
+                wait(chain(*jobs[number + 1 :]))
+                break
+        return [*tried, *[None] * (len(settings) - len(tried))]
+
+    def _stop(self, first: int) -> None:
+        """End the simulations of this attempt from that number on."""
+        self._late[first:] = [math.inf] * (len(self._late) - first)
 
 
-def _tried(setting: SimulationSetting, outcomes: Sequence[_WindowResult]) -> Tried:
+def _tried(setting: SimulationSetting, results: Sequence[_WindowResult | None]) -> Outcome:
+    host_bytes = None if math.isinf(setting.transfers.host_bytes) else int(setting.transfers.host_bytes)
+    machines = setting.num_workers, setting.num_nodes, host_bytes
+    outcomes = [result for result in results if result is not None]
+    if len(outcomes) < len(results):
+        return Missed(*machines)
     all_weight = sum(outcome.weight * len(outcome.late) for outcome in outcomes)
     late_weight = sum(outcome.weight * sum(outcome.late) for outcome in outcomes)
     ranked = sorted((s, outcome.weight) for outcome in outcomes for s in outcome.first_token_s)
@@ -163,9 +233,7 @@ def _tried(setting: SimulationSetting, outcomes: Sequence[_WindowResult]) -> Tri
     gpu_s = sum(outcome.weight * outcome.gpu_s for outcome in outcomes)
     length_s = sum(outcome.weight * outcome.length_s for outcome in outcomes)
     return Tried(
-        setting.num_workers,
-        setting.num_nodes,
-        None if setting.transfers.host_bytes == math.inf else int(setting.transfers.host_bytes),
+        *machines,
         1 - late_weight / max(1.0, all_weight),
         ranked[p99][0] if ranked else None,
         gpu_s / length_s,
@@ -179,26 +247,68 @@ def _tried(setting: SimulationSetting, outcomes: Sequence[_WindowResult]) -> Tri
 # In the processes.
 
 _num_ended: Synchronized[int]
+#: Of each simulated setting: the weight of late requests; infinite: its simulation is to end.
+_late: SynchronizedArray[float]
 
 
-def _begin(num_ended: Synchronized[int]) -> None:
-    global _num_ended
-    _num_ended = num_ended
+class _EndedError(Exception):
+    """The result of a simulation is not needed any more."""
 
 
-def _simulate(part: SampledWindow, setting: SimulationSetting, profile: Profile) -> _WindowResult:
-    def count(_: int) -> None:
+def _begin(num_ended: Synchronized[int], late: SynchronizedArray[float]) -> None:
+    global _num_ended, _late
+    _num_ended, _late = num_ended, late
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, and that its processes
+
+
+def _simulate(
+    part: SampledWindow, setting: SimulationSetting, profile: Profile, number: int, late_weight: float
+) -> _WindowResult | None:
+    """Simulate a window; None: it has ended early, because a greater weight of requests is late.
+
+    `number`: of the setting in `_late`.
+    """
+    on_time, late, num_due = setting.on_time, set[RequestId](), 0
+
+    def watch(fact: WorkerFact) -> None:
+        nonlocal num_due
+        if not isinstance(fact, RequestFinished):
+            return
+        num_before, answer = len(late), service.answers[fact.request_id]
+        if answer.request_id in counted and answer.is_whole and answer.is_late(on_time):
+            late.add(answer.request_id)
+        while num_due < len(due) and due[num_due].arrived_s + on_time.first_token_s < fact.now_s:
+            if not due[num_due].token_s:
+                late.add(due[num_due].request_id)
+            num_due += 1
         with _num_ended.get_lock():
             _num_ended.value += 1
+        with _late.get_lock():
+            _late[number] += part.weight * (len(late) - num_before)
+            if _late[number] > late_weight:
+                raise _EndedError
 
-    forecasts = part.forecasts if setting.prewarming is not None else ()
-    service = serve_trace(part.trace, setting, profile, count, forecasts)
-    counted = list(service.answers.values())[part.num_before :]
+    if _late[number] > late_weight:
+        return None
+    service = SimulatedService(setting, profile, watch)
+    service.ask(part.trace.requests)
+    if setting.prewarming is not None:
+        for forecast in part.forecasts:
+            service.schedule(forecast)
+    due = list(service.answers.values())[part.num_before :]
+    counted = {answer.request_id for answer in due}
+    try:
+        service.run()
+    except _EndedError:
+        return None
+    service.check()
+    are_late = [one.is_late(on_time) for one in due]
+    assert sum(are_late) >= len(late), f"on time after all: {len(late)=} {sum(are_late)=}"
     return _WindowResult(
         part.weight,
-        [one.is_late(setting.on_time) for one in counted],
-        [one.first_token_s for one in counted if one.token_s],
-        Counter(one.why_not for one in counted if one.why_not is not None),
+        are_late,
+        [one.first_token_s for one in due if one.token_s],
+        Counter(one.why_not for one in due if one.why_not is not None),
         service.gpu_s,
         service.idle_gpu_s,
         sum(cold_starts_of(service).values()),
