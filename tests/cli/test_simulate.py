@@ -118,7 +118,7 @@ def test_the_least_number_of_devices_is_found(hearth: Hearth, tmp_path: Path) ->
     assert f"for {found['cost_per_day']:.2f} a day" in told.out
     assert "all 25 requests" in told.out
     sampled = hearth(*asked, "--speed", "0.1", "--sample", "10")
-    assert "of 25 requests. The busiest windows are among them" in sampled.out
+    assert "of 25 requests. The busiest window is among them" in sampled.out
 
 
 def test_wrong_input_is_explained(hearth: Hearth, tmp_path: Path) -> None:

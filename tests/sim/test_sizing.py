@@ -70,7 +70,7 @@ def test_windows_stand_for_all_requests_and_the_busiest_is_whole(
     assert counted == pytest.approx(len(arrivals))
     counts = [part.num_counted for part in sampled.parts]
     assert counts == sorted(counts, reverse=True)
-    assert sampled.parts[0].weight == 1.0 or len(sampled.parts) == 3 or len(counts) < 4
+    assert sampled.parts[0].weight == 1.0
     if len(arrivals) <= max_requests:
         assert sampled.is_whole
         assert sampled.parts[0].trace == trace

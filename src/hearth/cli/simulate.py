@@ -190,7 +190,7 @@ def simulate(
     i is on time if it comes by arrival + --on-time + i / 10 s.
 
     --find tries numbers of devices on all cores of this machine. Of a long workload it simulates the busiest
-    windows, and some less busy ones in the place of all others; the answer says which.
+    window, and some less busy ones in the place of all others; the answer says how many.
 
     --compare also simulates the setting without each of its mechanisms, and as simpler systems would run it:
     the least recently used model leaves (LRU), one model per GPU, GPUs that are freed after a time

@@ -183,8 +183,8 @@ def _about(sampled: TraceSample) -> str:
         return f"Simulated: all {num:,} requests, beginning with empty devices and full host memory."
     return (
         f"Simulated: {len(sampled.parts)} of {sampled.num_windows} windows of {window}, with "
-        f"{sampled.num_counted:,} of {num:,} requests. The busiest windows are among them; each stands for "
-        "less busy ones, and begins half its length earlier with empty devices and full host memory."
+        f"{sampled.num_counted:,} of {num:,} requests. The busiest window is among them; the others "
+        "stand for some each. Each begins half its length earlier with empty devices and full host memory."
     )
 
 

@@ -2,9 +2,8 @@
 
 Thinning the requests, the models and the devices in proportion would be wrong for few devices: a tenth of the
 requests does not queue as all of them do, and half a device cannot be simulated. So windows are simulated
-whole, one by one. They are ranked by load. Those of the ranks 1, 2, 4, 8 and so on are simulated, each after
-a warm-up, and each stands for all windows up to the next one. These are less busy, so that the share of
-requests on time is more likely understated than overstated.
+whole, one by one, each after a warm-up. They are ranked by load. The busiest stands for itself. The others
+form groups of neighbours, each larger than the one before, and the middle one of each stands for all of it.
 """
 
 from __future__ import annotations
@@ -104,7 +103,8 @@ def _pick(trace: Trace, load_before_s: Sequence[float], window_s: float, ratio: 
     ranked = sorted(windows, key=lambda one: load_before_s[ends[one]] - load_before_s[ends[one + 1]])
     picks, first = list[_Pick](), 0
     while first < len(ranked):
-        after, window = (first + 1) * ratio - 1, ranked[first]
+        after = min((first + 1) * ratio - 1, len(ranked)) if first else 1
+        window = ranked[(first + after - 1) // 2]
         before_s = min(1.0, window) * WARM_UP_SHARE * window_s
         from_s, counted, end = window * window_s - before_s, ends[window], ends[window + 1]
         stratum = sum(ends[one + 1] - ends[one] for one in ranked[first:after])
