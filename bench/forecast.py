@@ -8,6 +8,7 @@ TRACES is a folder with the counts of ServeGen's clients (`servegen_client_rate_
 - `mase`: a client with 14 days of counts and 100 in ten minutes on average is a model. The last three days
   are held out; at the beginning of each a method is chosen by what came before. The MASE is the mean absolute
   error one step ahead relative to that of the last value. A client that never changes in those days has none.
+- `poisson`: the MASE of a forecast that knows each count's expectation, if counts are Poisson distributed.
 - percentage errors: of the sum of all clients of a ServeGen model, as above, and of Azure's requests in
   100 s, six steps ahead, with a choice at each step. Steps without requests do not count. Azure's traces last
   an hour.
@@ -33,7 +34,7 @@ import torch
 
 from bench.report import Row, arguments, emit, percentiles, step
 from hearth.core.types import ModelId
-from hearth.forecast.choice import HORIZON, Fit, choose_one, fit_hedged, methods
+from hearth.forecast.choice import HORIZON, TRIED_S, Fit, choose_one, fit_hedged, methods
 from hearth.forecast.series import DAY_S, Numbers, Series
 
 STEP_S, NUM_STEPS, DAY, LEAST_MEAN = 600.0, 14 * 144, 144, 100.0
@@ -83,7 +84,9 @@ def main() -> None:
     summed = by_method[CHOSEN][len(clients) :]
     num_chosen: Counter[str] = sum((Counter(day.chosen[: len(clients)]) for day in days), Counter())
     costs, num_bytes = days[0].costs, days[0].num_bytes
-    mases = {method: sorted(_mases(clients, expected)) for method, expected in predicted.items()}
+    by_client = {method: list(_mases(clients, expected)) for method, expected in predicted.items()}
+    by_client["best in hindsight"] = np.min(list(by_client.values()), axis=0).tolist()
+    mases = {method: sorted(values) for method, values in by_client.items()}
     apes = {f"ServeGen's {name}": _mape(sums[name], row) for name, row in zip(sums, summed, strict=True)}
     apes |= {f"Azure's {name}": azure_mape(options.traces, name) for name in ("conv", "code")}
     relative = f"error relative to the last value, {len(mases[CHOSEN])} clients"
@@ -107,6 +110,7 @@ def main() -> None:
         {
             "rows": [asdict(row) for row in rows],
             "mase": {method: percentiles(values) for method, values in mases.items()},
+            "poisson": percentiles(sorted(_poisson(clients))),
             "num_chosen": num_chosen,
             "best": _best(clients, predicted),
             "costs": asdict(costs),
@@ -120,27 +124,32 @@ def forecast_day(clients: Sequence[Numbers], series: Sequence[Numbers], day: int
     held = [clients[number % len(clients)].copy() for number in range(NUM_MODELS)]
     end = NUM_STEPS - (NUM_HELD_OUT - day) * DAY
     began_s = time.process_time()
-    fits = methods([Series(counts[:end], STEP_S) for counts in held[: len(clients)]])
+    pasts = [Series(counts[:end], STEP_S) for counts in held[: len(clients)]]
+    tried, fits = methods(pasts, TRIED_S), methods(pasts)
     trained_s = time.process_time()
     predicted = {method: np.full((len(series), DAY), np.nan) for method in (CHOSEN, *fits)}
     chosen = []
     for at, counts in enumerate(series):
         past = Series(counts[:end], STEP_S)
-        chosen.append(choose_one(past, fits))
+        chosen.append(choose_one(past, tried, fits))
         fitted = {method: fit_hedged(fit, past.without_gaps(), past) for method, fit in fits.items()}
         all_counts = Series(counts[: end + DAY], STEP_S).without_gaps()
         origins = np.arange(len(all_counts) - DAY, len(all_counts))
         for method, one in {CHOSEN: chosen[-1].fitted, **fitted}.items():
             if one is not None:
                 predicted[method][at] = one.predict(all_counts, origins, HORIZON)[:, 0]
-    costs = measured([Series(counts[:end], STEP_S) for counts in clients[::4]], fits, trained_s - began_s)
+    costs = measured(
+        [Series(counts[:end], STEP_S) for counts in clients[::4]], tried, fits, trained_s - began_s
+    )
     num_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Day(predicted, [one.method for one in chosen], costs, num_bytes)
 
 
-def measured(series: Sequence[Series], fits: Mapping[str, Fit], train_s: float) -> Costs:
+def measured(
+    series: Sequence[Series], tried: Mapping[str, Fit], fits: Mapping[str, Fit], train_s: float
+) -> Costs:
     began_s = time.process_time()
-    chosen = [choose_one(one, fits) for one in series]
+    chosen = [choose_one(one, tried, fits) for one in series]
     chosen_s = time.process_time()
     chosen = [one.refit(past) for one, past in zip(chosen, series, strict=True)]
     refitted_s = time.process_time()
@@ -160,9 +169,9 @@ def azure_mape(traces: Path, name: str) -> float:
     expected = np.full_like(counts, np.nan)
     for end in range(1, len(counts) - HORIZON + 1):
         past = Series(counts[:end], AZURE_STEP_S)
-        expected[end + HORIZON - 1] = (
-            choose_one(past, methods([past])).forecast(ModelId("a"), past).mean_per_s[-1] * AZURE_STEP_S
-        )
+        fits = methods([past])
+        forecast = choose_one(past, fits, fits).forecast(ModelId("a"), past)
+        expected[end + HORIZON - 1] = forecast.mean_per_s[-1] * AZURE_STEP_S
     return _mape(counts, expected)
 
 
@@ -196,6 +205,13 @@ def _mases(clients: Sequence[Numbers], predicted: Numbers) -> Iterator[float]:
     for counts, expected in zip(clients, predicted, strict=True):
         if naive := _error(counts, _last_values(counts)):
             yield _error(counts, expected) / naive
+
+
+def _poisson(clients: Sequence[Numbers]) -> Iterator[float]:
+    """Yield the error that is left where all but the chance of single arrivals is known, as a MASE."""
+    for counts in clients:
+        if naive := _error(counts, _last_values(counts)):
+            yield float(np.nanmean(np.sqrt(2 / np.pi * counts[-NUM_HELD_OUT * DAY :]))) / naive
 
 
 def _best(clients: Sequence[Numbers], predicted: Mapping[str, Numbers]) -> Counter[str]:

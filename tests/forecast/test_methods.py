@@ -60,7 +60,7 @@ def test_a_regression_finds_the_week_before_although_some_counts_are_far_off() -
 def test_a_regression_sums_weighted_differences_of_roots() -> None:
     counts = bursts(300)
     weights = np.zeros((HORIZON, 19))
-    weights[:, 0], weights[:, 7] = 0.3, 0.5  # the step before, and the same time yesterday
+    weights[:, 0], weights[:, 12] = 0.3, 0.5  # the step before, and the same time yesterday
     fitted = Regression(weights, DAY, WEEK)
     roots = np.sqrt(counts)
     for origin in (3, 200, 300):

@@ -1,13 +1,12 @@
 """Chooses the method that would have forecast a model's recent past best.
 
-every day     `choose`: tries all methods, fits them, trains the network
+every day     `choose`: trains the network, tries all methods, fits the best
 every hour    `Chosen.refit`: fits the chosen method again
 every step    `Chosen.forecast`: predicts from the newest counts
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,8 +25,6 @@ HORIZON = 6
 MISS = 0.1
 #: The recent past that is forecast to compare methods, and the fewest steps before it.
 TRIED_S, MIN_HISTORY = 3 * DAY_S, 12
-#: How many of the busiest models the network is trained on.
-NUM_TRAINED = 32
 
 Fit = Callable[[Numbers, Series], Fitted | None]
 
@@ -61,23 +58,28 @@ class Chosen:
 
 def choose(series_by_model: Mapping[ModelId, Series]) -> dict[ModelId, Chosen]:
     """Choose a method for each model. All series have the same step."""
-    fits = methods(list(series_by_model.values()))
-    return {model: choose_one(series, fits) for model, series in series_by_model.items()}
+    series = list(series_by_model.values())
+    tried, fits = methods(series, TRIED_S), methods(series)
+    return {model: choose_one(one, tried, fits) for model, one in series_by_model.items()}
 
 
-def methods(series: Sequence[Series]) -> dict[str, Fit]:
-    """Return all methods. One is trained on the busiest series, before the recent past."""
+def methods(series: Sequence[Series], without_s: float = 0.0) -> dict[str, Fit]:
+    """Return all methods. The network is trained on all series but their last `without_s`."""
     fits: dict[str, Fit] = {"last value": _last_value, "regression": _regression}
-    pasts = [one.without_gaps()[: -one.num_steps(TRIED_S)] for one in series]
-    busiest = heapq.nlargest(NUM_TRAINED, filter(np.any, pasts), key=np.mean)
-    if not busiest or max(map(len, busiest)) < 2 * series[0].num_steps(DAY_S):
+    pasts = []
+    for one in series:
+        counts, day, week = one.without_gaps(), one.num_steps(DAY_S), one.num_steps(WEEK_S)
+        past = counts[: max(0, len(counts) - round(without_s / one.step_s))]
+        if len(past) >= 2 * day and np.any(past):
+            pasts.append(past)
+    if not pasts:
         return fits
     from hearth.forecast.network import Trained, scale_of, train  # torch needs memory
 
-    network = train(busiest, series[0].num_steps(DAY_S), HORIZON)
+    network = train(pasts, day, week, HORIZON)
 
     def fit_network(counts: Numbers, series: Series) -> Fitted:
-        return Trained(network, scale_of(counts), series.num_steps(DAY_S))
+        return Trained(network, scale_of(counts), day, week)
 
     def fit_both(counts: Numbers, series: Series) -> Fitted | None:
         regression = _regression(counts, series)
@@ -94,7 +96,8 @@ def _regression(counts: Numbers, series: Series) -> Fitted | None:
     return fit_regression(counts, series.num_steps(DAY_S), series.num_steps(WEEK_S), HORIZON)
 
 
-def choose_one(series: Series, fits: Mapping[str, Fit]) -> Chosen:
+def choose_one(series: Series, tried: Mapping[str, Fit], fits: Mapping[str, Fit]) -> Chosen:
+    """Choose among `tried`, which know nothing of the recent past, and fit the same method of `fits`."""
     counts = series.without_gaps()
     begin = max(MIN_HISTORY, len(counts) - series.num_steps(TRIED_S))
     if len(counts) - begin < HORIZON:
@@ -102,9 +105,9 @@ def choose_one(series: Series, fits: Mapping[str, Fit]) -> Chosen:
     origins = np.arange(begin, len(counts))
     came = outcomes(counts, origins, HORIZON)
     misses_by_method: dict[str, Numbers] = {}
-    for method, fit in fits.items():
-        if tried := fit_hedged(fit, counts[:begin], series):
-            misses_by_method[method] = came - tried.predict(counts, origins, HORIZON)
+    for method, fit in tried.items():
+        if fitted := fit_hedged(fit, counts[:begin], series):
+            misses_by_method[method] = came - fitted.predict(counts, origins, HORIZON)
     errors = {method: float(np.nanmean(np.abs(misses[:, 0]))) for method, misses in misses_by_method.items()}
     # Of those that are equally good, the first.
     best = min(errors, key=errors.__getitem__)

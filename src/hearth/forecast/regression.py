@@ -30,10 +30,11 @@ class Regression:
 
     def predict(self, counts: Numbers, origins: Origins, horizon: int) -> Numbers:
         roots = np.sqrt(counts)
-        steps = [
-            _inputs(roots, origins, self.day, self.week, ahead) @ self.weights[ahead]
-            for ahead in range(horizon)
-        ]
+        recent = recent_inputs(roots, origins)
+        steps = []
+        for ahead, weights in enumerate(self.weights[:horizon]):
+            usual = usual_inputs(roots, origins, self.day, self.week, ahead)
+            steps.append(np.concatenate([recent, usual], axis=1) @ weights)
         changed: Numbers = np.maximum(roots[origins - 1][:, None] + np.stack(steps, axis=1), 0.0)
         return changed * changed
 
@@ -44,37 +45,47 @@ def fit_regression(counts: Numbers, day: int, week: int, horizon: int) -> Regres
         return None
     roots = np.sqrt(counts)
     origins = np.arange(len(counts) - horizon - num_rows, len(counts) - horizon) + 1
-    weights = [
-        _least_absolute(
-            _inputs(roots, origins, day, week, ahead), roots[origins + ahead] - roots[origins - 1]
-        )
-        for ahead in range(horizon)
-    ]
+    recent, weights = recent_inputs(roots, origins), []
+    for ahead in range(horizon):
+        inputs = np.concatenate([recent, usual_inputs(roots, origins, day, week, ahead)], axis=1)
+        weights.append(_least_absolute(inputs, roots[origins + ahead] - roots[origins - 1]))
     return Regression(np.stack(weights), day, week)
 
 
-def _inputs(roots: Numbers, origins: Origins, day: int, week: int, ahead: int) -> Numbers:
-    """Return earlier roots, and what they come to, less the newest; 0 where there are none."""
+def recent_inputs(roots: Numbers, origins: Origins) -> Numbers:
+    """Return roots of the last hours, and what they come to, less the newest."""
     newest = roots[origins - 1]
-
-    def at(steps: Origins) -> Numbers:
-        return np.where(steps >= 0, roots[np.maximum(steps, 0)], newest)
-
-    earlier = [at(origins - lag) for lag in LAGS]
-    for period in (day, week):
-        earlier += [at(np.minimum(origins + ahead - period + shift, origins - 1)) for shift in (-1, 0, 1)]
+    earlier = [_at(roots, origins - lag, newest) for lag in LAGS]
     sums = np.concatenate([[0.0], np.cumsum(roots)])
     for width in MEANS:
         begin = np.maximum(origins - width, 0)
         earlier.append((sums[origins] - sums[begin]) / (origins - begin))
-    recent = np.stack([at(origins - lag) for lag in range(1, SPAN + 1)])
+    recent = np.stack([_at(roots, origins - lag, newest) for lag in range(1, SPAN + 1)])
     earlier += [recent.max(axis=0), recent.min(axis=0), np.median(recent[:MEDIAN], axis=0)]
+    return np.stack(earlier, axis=1) - newest[:, None]
+
+
+def usual_inputs(roots: Numbers, origins: Origins, day: int, week: int, ahead: int) -> Numbers:
+    """Return roots of the same time on earlier days, and what they come to, less the newest."""
+    newest = roots[origins - 1]
+    earlier = [
+        _at(roots, np.minimum(origins + ahead - period + shift, origins - 1), newest)
+        for period in (day, week)
+        for shift in (-1, 0, 1)
+    ]
     usual_then, usual_now = (
-        np.median([at(origins + shift - period) for period in range(day, week + 1, day)], axis=0)
+        np.median(
+            [_at(roots, origins + shift - period, newest) for period in range(day, week + 1, day)], axis=0
+        )
         for shift in (ahead, -1)
     )
     earlier += [usual_then, usual_then - usual_now + newest]
     return np.stack(earlier, axis=1) - newest[:, None]
+
+
+def _at(roots: Numbers, steps: Origins, newest: Numbers) -> Numbers:
+    """Return the roots of these steps; the newest before the first."""
+    return np.where(steps >= 0, roots[np.maximum(steps, 0)], newest)
 
 
 def _least_absolute(inputs: Numbers, wanted: Numbers) -> Numbers:
