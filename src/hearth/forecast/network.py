@@ -92,4 +92,5 @@ def _rows(roots: Numbers, origins: Origins, day: int, week: int, horizon: int) -
         recent_inputs(roots, origins),
         *(usual_inputs(roots, origins, day, week, ahead) for ahead in range(horizon)),
     ]
-    return np.arcsinh(np.concatenate(inputs, axis=1)).astype(np.float32)
+    rows: npt.NDArray[np.float32] = np.arcsinh(np.concatenate(inputs, axis=1)).astype(np.float32)
+    return rows
