@@ -59,7 +59,8 @@ class Chosen:
 def choose(series_by_model: Mapping[ModelId, Series]) -> dict[ModelId, Chosen]:
     """Choose a method for each model. All series have the same step."""
     series = list(series_by_model.values())
-    tried, fits = methods(series, TRIED_S), methods(series)
+    tried = methods(series, TRIED_S)
+    fits = methods(series) if "network" in tried else tried
     return {model: choose_one(one, tried, fits) for model, one in series_by_model.items()}
 
 
