@@ -27,7 +27,7 @@ def test_a_worker_that_tells_of_all_but_the_end_is_not_heard_for_ever(gateway: L
     gateway.hear()
     gateway.deadline_s = 0.0
 
-    with pytest.raises(TimeoutError, match=rf"not ended, by run: \{{{run}: 1\}}") as caught:
+    with pytest.raises(TimeoutError, match=rf"did not end, by run: \{{{run}: 1\}}") as caught:
         gateway.until_ended(run)
 
     assert "StepDone" in str(caught.value)

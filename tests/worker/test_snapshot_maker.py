@@ -281,7 +281,7 @@ class FewSizes(PaddedSizes):
 
     def all_shapes(self, *, has_adapters: bool = False) -> list[StepShape]:
         sizes = (2, 1) if has_adapters else ()
-        return [StepShape.decode(size, has_adapters=has_adapters) for size in sizes]
+        return [StepShape(False, size, size, has_adapters) for size in sizes]
 
 
 class AdapterParts(GraphParts):
