@@ -756,7 +756,7 @@ def test_kv_is_sent_before_its_run_is_cancelled_and_awaited_where_the_request_go
         assert worker is not None
         senders = (worker, WorkerId("w9"))
         decided: list[Action] = [
-            MoveKv(request_id, pipeline, senders, worker, 1 << 25, 0.5, 2.0, 2.0),
+            MoveKv(request_id, pipeline, senders, worker, 1 << 25, 0.5, 2.0, 2.0, is_moved=True),
             CancelRun(request_id, worker),
             Dispatch(request_id, TINY, worker, Why.SWITCHED, 0.0, ()),
         ]

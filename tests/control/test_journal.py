@@ -330,7 +330,7 @@ FORMAT = {
     "WorkerLost": "now_s worker culprit has_answered reason in_step is_with_node",
     "WorkersExpected": "now_s node num_workers",
     "Link": "bytes_per_s latency_s",
-    "MoveKv": "request_id model senders target num_bytes move_s prompt_s wait_s",
+    "MoveKv": "request_id model senders target num_bytes move_s prompt_s wait_s is_moved",
     "NodeLost": "now_s node",
     "NodeDraining": "now_s node is_draining",
     "LinkMeasured": "now_s source target bytes_per_s latency_s",

@@ -457,7 +457,7 @@ class SimulatedService:
                 )
                 self._post(name, start)
             case MoveKv(request_id):
-                if action.move_s is not None and action.is_moved:
+                if action.is_moved and action.move_s is not None:
                     self._kv_s[request_id] = self.now_s + action.move_s
                     self.num_kv_moves += 1
             case CancelRun(request_id, name):

@@ -43,7 +43,7 @@ const ACTIONS = {
   RefusePin: (one) => `do not pin ${one.model}: ${one.message}`,
   Reject: (one) => `refuse it: ${one.message}`,
   CancelRun: (one) => `end its run on ${one.worker}`,
-  MoveKv: (one) => one.move_s !== null && one.move_s < one.prompt_s ? `move its KV to ${one.target}, in ${seconds(one.move_s)} instead of ${seconds(one.prompt_s)}` : `compute its KV again on ${one.target}, in ${seconds(one.prompt_s)}`,
+  MoveKv: (one) => one.is_moved ? `move its KV to ${one.target}, in ${seconds(one.move_s)} instead of ${seconds(one.prompt_s)}` : `compute its KV again on ${one.target}, in ${seconds(one.prompt_s)}`,
   Prewarm: (one) => `${one.is_advice ? "would load" : "load"} ${one.model} ahead into ${one.to_host ? "the host memory" : "the device"} of ${one.worker}: ${number(60 * one.expected_per_s)} requests a minute are expected in ${about(one.lead_s)}`,
   AddWorkers: (one) => `ask for one more machine, for ${one.model}`,
   ReleaseWorkers: (one) => `give ${one.node} back`,

@@ -144,8 +144,7 @@ class Metrics:
             "hearth_kv_moved_bytes", "Bytes of KV memory that came with requests which moved."
         )
         self.kv_recomputed = self._counter(
-            "hearth_kv_recomputed",
-            "Requests that moved without their KV memory, because computing it again is faster.",
+            "hearth_kv_recomputed", "Requests that moved without their KV memory, which is computed again."
         )
         self.preemptions = self._counter(
             "hearth_preemptions", "Requests whose KV memory was needed by others."

@@ -356,7 +356,10 @@ def describe_kv_move(order: events.MoveKv) -> str:
     moved = f"{order.num_bytes / 1e6:.3f} MB from {', '.join(order.senders)} in {order.move_s:.3f} s"
     if order.is_moved:
         return f"moved to {order.target}: {moved}, computed again in {order.prompt_s:.3f} s"
-    return f"computed again on {order.target}, in {order.prompt_s:.3f} s: {moved}"
+    again = f"computed again on {order.target}, in {order.prompt_s:.3f} s"
+    if order.move_s < order.prompt_s:
+        return f"{again}: as much KV as may move at a time does already"
+    return f"{again}: {moved}"
 
 
 def _rejects(action: Action, request_id: RequestId) -> bool:

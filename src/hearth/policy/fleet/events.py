@@ -417,9 +417,9 @@ class CancelRun(Struct, frozen=True):
 
 
 class MoveKv(Struct, frozen=True):
-    """Have the workers of a pipeline send the KV of a request to the one that it moves to, if that is sooner.
+    """Whether the workers of a pipeline send the KV of a request to the worker that it moves to.
 
-    Else nothing is done, and the KV is computed again. Precedes the order that ends its run.
+    Else it is computed again there. Precedes the order that ends its run.
     """
 
     request_id: RequestId
@@ -427,13 +427,10 @@ class MoveKv(Struct, frozen=True):
     senders: tuple[WorkerId, ...]
     target: WorkerId
     num_bytes: int  #: of its prompt
-    move_s: float | None  #: estimated; None: the speed of a link is not known, or it is too much at once
+    move_s: float | None  #: estimated; None: the speed of a link is not known
     prompt_s: float  #: to compute its prompt, estimated
     wait_s: float  #: how long the target waits for it
-
-    @property
-    def is_moved(self) -> bool:
-        return self.move_s is not None and self.move_s < self.prompt_s
+    is_moved: bool
 
 
 class Prewarm(Struct, frozen=True):

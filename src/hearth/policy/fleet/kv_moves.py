@@ -4,8 +4,7 @@ What is sooner by measured speed is done: the bytes of all layers over the links
 the requests before it send over the same links, or the prompt on the new worker, behind the prompts of those
 that are computed there. The brain knows no tokens of answers: they are taken to be few, and cost either way.
 
-A request waits no longer for its KV than it would be computed, and at least `MIN_WAIT_S`. So a loss at most
-doubles its pause.
+A request waits for its KV for as long as computing it would take, or for `MIN_WAIT_S` if that is longer.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ def choose_kv_moves(fleet: Fleet, pipeline: Replica, dispatches: Iterable[Dispat
         prompt_s = fleet.estimates.prompt_s(request.model.name, computed_tokens[one.worker] + num_tokens)
         senders = tuple(worker.name for worker in pipeline.workers)
         wait_s = max(MIN_WAIT_S, prompt_s)
-        may_move = num_bytes <= left_bytes and not math.isinf(move_s)
         choice = MoveKv(
             one.request_id,
             pipeline.model.name,
             senders,
             one.worker,
             num_bytes,
-            move_s if may_move else None,
+            None if math.isinf(move_s) else move_s,
             prompt_s,
             wait_s,
+            is_moved=move_s < prompt_s and num_bytes <= left_bytes,
         )
         choices.append(choice)
         if choice.is_moved:
